@@ -1,0 +1,1 @@
+"""The runtime: mark, capture, context, attention. It never imports ``compiler`` or ``models``."""

@@ -1,0 +1,1 @@
+"""Attention backends and the marked call through which layers reach them."""

@@ -1,0 +1,1 @@
+"""The capture engine: one session, one segment list, two graph devices behind one interface."""

@@ -1,0 +1,185 @@
+"""The interface of a graph device: what the capture engine needs of CUDA, or of its emulation.
+
+A device makes pools; a pool owns memory, one capture stream and one lock; graphs are recorded on
+a pool. Both implementations keep one rule: **recording executes nothing**. Between ``begin`` and
+``end`` work is only written down; memory that it would have written is undefined until the graph
+is replayed, and memory that existed before is as it was.
+
+This module must not know of marks, sessions or segments.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import CaptureError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolMemory:
+    """What a pool holds, in bytes.
+
+    Attributes:
+        reserved_bytes: Taken from the device by the allocator for this pool.
+        allocated_bytes: Of those, held by live tensors.
+    """
+
+    reserved_bytes: int
+    allocated_bytes: int
+
+
+class DeviceGraph(abc.ABC):
+    """One graph: a stretch of device work between two breaks."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Starts recording on the pool's capture stream; needs an open ``capture_scope``.
+
+        Streams that were forked and still open when the previous graph of the scope ended are
+        forked again, so that code which goes on using them stays captured.
+        """
+
+    @abc.abstractmethod
+    def end(self) -> None:
+        """Stops recording; the graph can be replayed. Nothing has been executed.
+
+        Forked streams still open are joined first.
+
+        Raises:
+            UnjoinedStreamError: A forked stream could not be joined; names the stream.
+            CaptureForbiddenError: The device invalidated the capture.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Drops a recording after a failure. Never raises; the stream and allocator are usable."""
+
+    @abc.abstractmethod
+    def replay(self) -> None:
+        """Executes the recorded work on the current stream."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Frees the graph; it cannot be replayed any more. Idempotent."""
+
+    @property
+    @abc.abstractmethod
+    def num_ops(self) -> int | None:
+        """Recorded operations, or None where the device does not say."""
+
+    def op_names(self) -> list[str]:
+        """Returns the recorded operations by name, in order; empty where the device does not say."""
+        return []
+
+
+class GraphPool(abc.ABC):
+    """Memory, one capture stream and one lock for recordings that are never replayed at once."""
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._lock_owner: int | None = None
+
+    @contextlib.contextmanager
+    def exclusive(self, purpose: str) -> Iterator[None]:
+        """Holds the pool for one capture or one replay, from copy-in to copy-out.
+
+        Args:
+            purpose: "capture" or "replay", for the error.
+
+        Raises:
+            CaptureError: This thread holds the pool already (a replay inside an eager segment of
+                the same pool, or capture inside capture): waiting would never end.
+        """
+        me = threading.get_ident()
+        if self._lock_owner == me:
+            raise CaptureError(
+                f"{purpose} on a graph pool that this thread is already capturing or replaying on. "
+                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
+            )
+        with self._lock:
+            self._lock_owner = me
+            try:
+                with self._ordered_after_last_use():
+                    yield
+            finally:
+                self._lock_owner = None
+
+    @abc.abstractmethod
+    def _ordered_after_last_use(self) -> contextlib.AbstractContextManager[None]:
+        """Orders this use of the pool's memory after the last one, on whatever stream that was."""
+
+    @abc.abstractmethod
+    def capture_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Enters the capture stream and installs what watches captured code, for one capture.
+
+        On entry the capture stream waits for the caller's stream, on exit the caller's waits for
+        it. Breaks run inside the scope, between ``end`` of one graph and ``begin`` of the next,
+        on the same stream; they are not watched.
+        """
+
+    @abc.abstractmethod
+    def new_graph(self) -> DeviceGraph:
+        """Returns an empty graph on this pool."""
+
+    @abc.abstractmethod
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Allocates boundary memory in the pool, between graphs of an open ``capture_scope``.
+
+        Args:
+            num_bytes: Size in bytes, at least one.
+
+        Returns:
+            An owning tensor (uint8[num_bytes]). When its storage dies the memory goes back to the
+            pool, for later segments and smaller sizes.
+
+        Raises:
+            torch.OutOfMemoryError: The pool cannot grow.
+        """
+
+    @abc.abstractmethod
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Tells whether the tensor's memory belongs to this pool (so the pool keeps it mapped)."""
+
+    @abc.abstractmethod
+    def memory(self) -> PoolMemory:
+        """Measures what the pool holds now."""
+
+
+class GraphDevice(abc.ABC):
+    """A kind of device on which graphs can be captured.
+
+    Attributes:
+        torch_device: Where tensors live.
+        is_emulated: True where capture is imitated; reports must say so.
+    """
+
+    torch_device: torch.device
+    is_emulated: bool
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """A name for reports, for example ``NVIDIA H200`` or ``emulated``."""
+
+    @abc.abstractmethod
+    def new_pool(self) -> GraphPool:
+        """Returns a new pool with its own memory and capture stream."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Waits for all work submitted to the device."""
+
+    @abc.abstractmethod
+    def used_bytes(self) -> int | None:
+        """Device memory in use as the driver sees it, or None where there is no such figure."""
+
+    @abc.abstractmethod
+    def allocator_reserved_bytes(self) -> int:
+        """Bytes that PyTorch's allocator (all pools) has taken from the device."""

@@ -1,0 +1,79 @@
+"""Every error the library raises, in one small hierarchy.
+
+Each class is also a built-in kind, so callers may catch either. A message says what happened,
+where (mark name, shape key, segment number, path in a tree) and what to do, with both sides of a
+mismatch. This module imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SglPiecewiseError(Exception):
+    """Base of all errors raised on purpose by this library."""
+
+
+class ConfigError(SglPiecewiseError, ValueError):
+    """A setting, option or size that cannot be accepted."""
+
+
+class CaptureError(SglPiecewiseError, RuntimeError):
+    """Capture could not go on; nothing half-captured is left behind."""
+
+
+class CaptureForbiddenError(CaptureError):
+    """Captured code did what a graph cannot hold: a host sync, a data-dependent shape."""
+
+
+class UnjoinedStreamError(CaptureError):
+    """A stream that left or entered the capture was not (or cannot be) joined."""
+
+
+class OutsideWriteError(CaptureError):
+    """Captured code would write into memory of which it only holds a copy."""
+
+
+class ReplayError(SglPiecewiseError, RuntimeError):
+    """A replay found something other than what was captured."""
+
+
+class BreakMismatchError(ReplayError):
+    """A marked function returned another structure, shape, dtype, device or scalar at replay."""
+
+
+class MovedAddressError(ReplayError):
+    """A tensor that the graphs read at a fixed address lives somewhere else now."""
+
+
+class InputMismatchError(SglPiecewiseError, ValueError):
+    """Inputs of a captured callable do not fit the buffers it was captured with."""
+
+
+class CheckpointError(SglPiecewiseError, ValueError):
+    """A checkpoint is missing, damaged, or does not fit the model."""
+
+
+class DeviceUnavailableError(SglPiecewiseError, RuntimeError):
+    """The device asked for is not on this machine."""
+
+
+class MissingExtraError(SglPiecewiseError, ImportError):
+    """An optional dependency is needed and not installed."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Returns the tail of an error message for an unknown word.
+
+    Args:
+        word: What was given.
+        choices: What would have been accepted.
+
+    Returns:
+        A sentence that names the nearest choice (if any is near) and lists all.
+    """
+    options = sorted(choices)
+    near = difflib.get_close_matches(word, options, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Known: {', '.join(options)}."

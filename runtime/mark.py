@@ -1,0 +1,178 @@
+"""The mark: ``@eager_on_graph`` says that a call cannot, or should not, be inside a graph.
+
+Holds the decorator, ``break_graph`` and the one place that knows whether this thread is
+capturing. A mark outside capture is an ordinary call. It must not know how capture works: an
+active capture is anything with a ``call_marked`` method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol, overload
+
+from .errors import ConfigError
+
+
+class ActiveCapture(Protocol):
+    """What a mark needs of the capture it is called under."""
+
+    def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one marked call under this capture and returns its result."""
+
+
+_ACTIVE: ContextVar[ActiveCapture | None] = ContextVar("sgl_piecewise_active_capture", default=None)
+
+
+def active_capture() -> ActiveCapture | None:
+    """Returns the capture of this thread, or None: the one way to ask "are we capturing?"."""
+    return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def use_capture(capture: ActiveCapture | None) -> Iterator[None]:
+    """Makes ``capture`` the active one of this thread; None while an eager segment runs."""
+    token = _ACTIVE.set(capture)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+class MarkedFunction:
+    """A function whose calls end the graph segment that is being captured.
+
+    Attributes:
+        fn: The function as the user wrote it.
+        name: Its qualified name; break lists, reports and errors use it.
+        fake: Gives results of the right structure, shapes and dtypes without computing, or None.
+        capture_stub: Runs instead of the body while capturing only, or None.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        fake: Callable[..., Any] | None = None,
+        capture_stub: Callable[..., Any] | None = None,
+    ) -> None:
+        for label, value in (("the marked object", fn), ("fake", fake), ("capture_stub", capture_stub)):
+            if value is not None and not callable(value):
+                raise ConfigError(
+                    f"eager_on_graph: {label} must be callable, got {type(value).__name__}."
+                )
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.fake = fake
+        self.capture_stub = capture_stub
+        self.name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        capture = _ACTIVE.get()
+        if capture is None:
+            return self.fn(*args, **kwargs)
+        return capture.call_marked(self, args, kwargs)
+
+    def run_eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function without a break, whatever is being captured."""
+        return self.fn(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundMark(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<eager_on_graph {self.name}>"
+
+    def __reduce__(self) -> str:
+        # Like a function: pickled by where it is found, so modules that hold one stay picklable.
+        return self.name
+
+    def __copy__(self) -> MarkedFunction:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MarkedFunction:
+        return self
+
+
+class BoundMark:
+    """A marked method bound to its object."""
+
+    __slots__ = ("__self__", "mark")
+
+    def __init__(self, mark: MarkedFunction, instance: Any) -> None:
+        self.mark = mark
+        self.__self__ = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.mark(self.__self__, *args, **kwargs)
+
+    def run_eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method without a break, whatever is being captured."""
+        return self.mark.run_eager(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mark, name)
+
+    def __repr__(self) -> str:
+        return f"<bound eager_on_graph {self.mark.name} of {self.__self__!r}>"
+
+
+@overload
+def eager_on_graph(fn: Callable[..., Any], /) -> MarkedFunction: ...
+@overload
+def eager_on_graph(
+    fn: bool | None = None,
+    *,
+    fake: Callable[..., Any] | None = None,
+    capture_stub: Callable[..., Any] | None = None,
+    enable: bool = True,
+) -> Callable[[Callable[..., Any]], Any]: ...
+def eager_on_graph(
+    fn: Callable[..., Any] | bool | None = None,
+    *,
+    fake: Callable[..., Any] | None = None,
+    capture_stub: Callable[..., Any] | None = None,
+    enable: bool = True,
+) -> Any:
+    """Marks a function or method as eager: it runs between graph segments, not inside one.
+
+    Works bare (``@eager_on_graph``) and called (``@eager_on_graph(capture_stub=...)``). The older
+    SGLang spelling ``eager_on_graph(True)(fn)`` is accepted.
+
+    Args:
+        fn: The function, or (older spelling) a bool that means ``enable``.
+        fake: Called with the same arguments; returns results of the same structure, shapes,
+            dtypes and strides without computing them. Stands in where a body must not run.
+        capture_stub: Called instead of the body while capturing only; warm-up and replay run the
+            body. Must return the same structure, shapes and dtypes.
+        enable: With False the function is returned as it is: no break, no ``run_eager``.
+
+    Returns:
+        The marked function, with ``run_eager`` to bypass breaking.
+
+    Raises:
+        ConfigError: Something that should be callable is not.
+
+    Source: SGLang 0.5 ``eager_on_graph`` (name, ``enable``, ``capture_stub``); differs: ``fake``,
+    and a marked function may return tensors.
+    """
+    if isinstance(fn, bool):
+        enable, fn = fn, None
+
+    def mark(target: Callable[..., Any]) -> Any:
+        if not enable:
+            return target
+        return MarkedFunction(target, fake=fake, capture_stub=capture_stub)
+
+    return mark if fn is None else mark(fn)
+
+
+def _nothing() -> None:
+    """The body of ``break_graph``."""
+
+
+_nothing.__qualname__ = _nothing.__name__ = "break_graph"
+break_graph = MarkedFunction(_nothing, fake=_nothing, capture_stub=_nothing)
+"""Ends the current graph segment and begins the next one; does nothing outside capture."""
