@@ -1,0 +1,88 @@
+"""Typed facts for reports, and the one clock that makes them.
+
+Records in, reports out: nothing else in the library reads a clock. A record is frozen and holds
+plain Python values, so that it can be written as JSON as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeBuild:
+    """What it took to capture one size.
+
+    Attributes:
+        size: The capture size (padded tokens or requests); None for a fixed shape.
+        warm_up_s: Seconds in warm-up forwards, device time included.
+        capture_s: Seconds from the first graph's begin to the last graph's end.
+        num_graph_segments: Graphs that one replay launches.
+        num_breaks: Marked calls between them.
+        reserved_bytes: The pool's size after this capture.
+        driver_bytes: Driver memory that this capture took beyond the allocator's, or None where
+            the device does not say.
+        error: Why this size has no graph, or None when it has one.
+    """
+
+    size: int | None
+    warm_up_s: float
+    capture_s: float
+    num_graph_segments: int
+    num_breaks: int
+    reserved_bytes: int
+    driver_bytes: int | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRecord:
+    """What it took to make a captured callable ready.
+
+    Attributes:
+        strategy: The cell of the grid, for example ``breakable``.
+        device: The graph device's name.
+        is_emulated: True where the times say nothing about a GPU.
+        segments_launched: Whether closed segments ran while capturing.
+        total_s: Wall seconds from the call to all sizes ready.
+        phases_s: Wall seconds by phase: ``warm_up``, ``capture``, ``collect_garbage``, ... A phase is
+            named work; what is in none is ``unattributed_s``.
+        sizes: One entry per capture size, in the order captured (largest first).
+    """
+
+    strategy: str
+    device: str
+    is_emulated: bool
+    segments_launched: bool
+    total_s: float
+    phases_s: dict[str, float]
+    sizes: tuple[SizeBuild, ...]
+
+    @property
+    def unattributed_s(self) -> float:
+        """Wall seconds that no phase names."""
+        return max(0.0, self.total_s - sum(self.phases_s.values()))
+
+
+@dataclass
+class PhaseClock:
+    """Adds up wall time by phase name. Phases do not nest."""
+
+    phases_s: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attributes the block's wall time to ``name``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases_s[name] = self.phases_s.get(name, 0.0) + time.perf_counter() - begin
+
+    def total_s(self) -> float:
+        """Returns wall seconds since the clock was made."""
+        return time.perf_counter() - self.started
