@@ -352,7 +352,7 @@ def _refuse_unusable(leaf: torch.Tensor, path: str, mark_name: str, where: str) 
             f"Break {mark_name!r} ({where}) returned a {leaf.layout} tensor at {path}; only strided tensors "
             "have one address. Convert it inside the marked function."
         )
-    if leaf.requires_grad:
+    if leaf.requires_grad and torch.is_grad_enabled():
         raise CaptureError(
             f"Break {mark_name!r} ({where}) returned a tensor that requires grad at {path}. Graphs hold "
             "no autograd history; capture under torch.inference_mode() or torch.no_grad()."

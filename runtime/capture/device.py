@@ -192,6 +192,10 @@ class GraphDevice(abc.ABC):
     def synchronize(self) -> None:
         """Waits for all work submitted to the device."""
 
+    def release_cached_memory(self) -> None:
+        """Gives memory that nothing uses back to the device, after an allocation failed."""
+        return
+
     @abc.abstractmethod
     def used_bytes(self) -> int | None:
         """Device memory in use as the driver sees it, or None where there is no such figure."""
