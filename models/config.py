@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_piecewise.models.rope import (
+from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, nearest
+
+from .rope import (
     FrequencyDivisors,
     LinearScaling,
     RopeConfig,
@@ -19,7 +21,6 @@ from sgl_piecewise.models.rope import (
     YarnScaling,
     rope_config_from_hf,
 )
-from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, nearest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Families that can be loaded; SmolLM2 is a ``llama`` by its own config."""

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
 from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, nearest
+from torch import nn
 
 
 class RopeScaling(abc.ABC):
@@ -225,7 +224,8 @@ def rope_config_from_hf(settings: Mapping[str, Any], *, max_positions: int, orig
         scaling = _SCALINGS[kind](given)
     except KeyError as err:
         raise CheckpointError(
-            f"{origin}: RoPE scaling {kind!r} needs the setting {err}, which is missing. Present: {sorted(given)}."
+            f"{origin}: RoPE scaling {kind!r} needs the setting {err}, which is missing. "
+            f"Present: {', '.join(sorted(given))}."
         ) from err
     return RopeConfig(theta=float(theta), scaling=scaling)
 

@@ -5,9 +5,10 @@ Source: the ``config.json`` that each model was published with.
 
 from __future__ import annotations
 
-from sgl_piecewise.models.config import DecoderConfig
-from sgl_piecewise.models.rope import Llama3Scaling, RopeConfig
 from sgl_piecewise.runtime.errors import ConfigError, nearest
+
+from .config import DecoderConfig
+from .rope import Llama3Scaling, RopeConfig
 
 
 def _qwen3(

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from sgl_piecewise.models.config import DecoderConfig
-from sgl_piecewise.models.decoder import Decoder
+from ..config import DecoderConfig
+from ..decoder import Decoder
 
 
 def random_decoder(
