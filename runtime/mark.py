@@ -60,9 +60,7 @@ class MarkedFunction:
     ) -> None:
         for label, value in (("the marked object", fn), ("fake", fake), ("capture_stub", capture_stub)):
             if value is not None and not callable(value):
-                raise ConfigError(
-                    f"eager_on_graph: {label} must be callable, got {type(value).__name__}."
-                )
+                raise ConfigError(f"eager_on_graph: {label} must be callable, got {type(value).__name__}.")
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.fake = fake
@@ -70,6 +68,7 @@ class MarkedFunction:
         self.name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; under a capture, the capture decides what that means."""
         capture = _ACTIVE.get()
         if capture is None:
             return self.fn(*args, **kwargs)
@@ -106,6 +105,7 @@ class BoundMark:
         self.__self__ = instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the marked method of the bound object."""
         return self.mark(self.__self__, *args, **kwargs)
 
     def run_eager(self, *args: Any, **kwargs: Any) -> Any:
