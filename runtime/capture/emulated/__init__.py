@@ -1,0 +1,1 @@
+"""The emulated graph device: capture on a CPU under CUDA's rules."""
