@@ -1,0 +1,147 @@
+"""The one file that touches PyTorch APIs without a stability promise; tried on 2.11 and 2.13.
+
+Each function is small, says what it relies on, and is the only caller of it. Nothing here knows
+what the rest of the library does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes a tensor over the same bytes that does not keep them alive.
+
+    The caller must know what else keeps the memory mapped, and say so where it calls this.
+
+    Args:
+        tensor: A dense tensor on CPU or CUDA.
+
+    Returns:
+        A tensor of the same address, shape, strides, dtype, conjugate and negative bits. Version
+        counters are not shared.
+    """
+    storage = tensor.untyped_storage()
+    raw = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(raw, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        alias = torch._conj(alias)
+    if tensor.is_neg():
+        alias = torch._neg_view(alias)
+    return alias
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns an identity of the tensor's storage, valid while the storage lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def storage_weak_ref(tensor: torch.Tensor) -> StorageWeakRef:
+    """Returns a weak reference to the tensor's storage; ``expired()`` tells whether it died."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def begin_allocating_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
+    """Routes this thread's CUDA allocations to a graph pool until ``end_allocating_to_pool``.
+
+    As ``torch.cuda.use_mem_pool`` does, which only takes a ``MemPool`` (whose destructor asserts
+    that no graph uses the pool any more).
+    """
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device_index, pool_id)
+
+
+def end_allocating_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
+    """Undoes ``begin_allocating_to_pool``; the pool lives on while a graph or a block uses it."""
+    torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    torch._C._cuda_releasePool(device_index, pool_id)
+
+
+def stop_routing_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
+    """Ends the allocation routing that a failed ``capture_end`` left behind; no-op without one."""
+    try:
+        torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    except RuntimeError:
+        # Nothing was routed there any more: what was wanted.
+        return
+
+
+_SNAPSHOT_KWARGS: dict[str, Any] = (
+    {"include_traces": False} if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters else {}
+)
+
+
+def pool_segments(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+    """Lists the allocator's segments of one pool: ``address``, ``total_size``, ``allocated_size``."""
+    segments = torch.cuda.memory_snapshot(pool_id, **_SNAPSHOT_KWARGS)
+    return [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool_id)]
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Lists the tensor arguments that an operator call writes to, by its schema."""
+    written: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        written.extend(item for item in values if isinstance(item, torch.Tensor))
+    return written
+
+
+def without_dispatch_modes() -> Any:
+    """Returns a context in which operators of this thread reach no ``TorchDispatchMode``."""
+    return torch._C._DisableTorchDispatch()
+
+
+def without_autocast() -> Any:
+    """Returns a context in which operators of this thread are not autocast."""
+    return torch._C._DisableAutocast()
+
+
+def is_composite(func: Any) -> bool:
+    """Tells whether an operator is only made of others (and may hide a host sync among them)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def call_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the body of a composite operator; the operators in it are dispatched."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def has_python_kernel(func: Any) -> bool:
+    """Tells whether an operator's CPU kernel is Python, registered with ``torch.library``."""
+    name = func._schema.name.replace("::", "/")
+    overload = func._overloadname
+    names = (name, f"{name}.{overload}") if overload != "default" else (name,)
+    return any(
+        f"{full}/{key}" in torch.library._impls for full in names for key in ("CPU", "CompositeExplicitAutograd")
+    )
+
+
+def call_cpu_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator's CPU kernel below all dispatch modes; what it calls is dispatched."""
+    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+
+
+def higher_order_cpu_kernel(func: Any) -> Any | None:
+    """Returns the eager body of a higher-order operator, or None where it has none."""
+    if not isinstance(func, torch._ops.HigherOrderOperator):
+        return None
+    return func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def is_higher_order(func: Any) -> bool:
+    """Tells whether ``func`` is a higher-order operator (it has no schema and no tags)."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
+def is_compiling_now() -> bool:
+    """Tells whether this thread is inside Dynamo's or a backend's compilation."""
+    return torch._guards.CompileContext.try_get() is not None
