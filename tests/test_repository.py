@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -76,8 +77,14 @@ def test_module_is_found_under_its_installed_name(path: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_every_module_and_the_data(tmp_path: Path) -> None:
+    """Built from a copy: what an earlier build left in ``build/`` would end up in the wheel."""
+    source = tmp_path / "source"
+    for path in tracked_files():
+        copied = source / path.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copied)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
