@@ -1,5 +1,5 @@
-"""Model definitions and their weights, written as plain PyTorch.
+"""Decoder models and their weights: Llama, Qwen2, Qwen3 and SmolLM2.
 
-No module here asks whether it is being captured or compiled, or on which device it runs: that is the
-test of the whole design. Attention is reached through a marked call of ``runtime.attention``.
+Model code here is plain PyTorch. It never asks whether it is being captured or compiled, and it
+knows one thing of the runtime only: attention is reached through the marked call ``attend``.
 """
