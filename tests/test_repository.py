@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
 import shutil
 import subprocess
@@ -143,20 +145,25 @@ def named_files(text: str) -> Iterator[str]:
             yield name
 
 
+def is_in_repository(name: str, named_by: Path) -> bool:
+    """Looks from the root and from the folder of the naming file; a bare file name may lie anywhere."""
+    if (ROOT / name).exists() or (named_by.parent / name).exists():
+        return True
+    return "/" not in name and any(path.name == name for path in [*MODULES, *DOCUMENTS])
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=DOCUMENT_IDS)
 def test_files_named_in_documents_exist(document: Path) -> None:
-    """In backquotes, from the root or from the document's own folder."""
     for name in named_files(document.read_text()):
-        exists = (ROOT / name).exists() or (document.parent / name).exists()
-        assert exists, f"{document.relative_to(ROOT)} names {name}, which does not exist"
+        assert is_in_repository(name, document), (
+            f"{document.relative_to(ROOT)} names {name}, which does not exist"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
 def test_files_named_in_module_docstrings_exist(path: Path) -> None:
     for name in named_files(ast.get_docstring(ast.parse(path.read_text())) or ""):
-        assert (ROOT / name).exists() or (path.parent / name).exists(), (
-            f"{path.relative_to(ROOT)} names {name}"
-        )
+        assert is_in_repository(name, path), f"{path.relative_to(ROOT)} names {name}, which does not exist"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
@@ -164,6 +171,23 @@ def test_module_says_what_it_holds(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring, f"{path.relative_to(ROOT)} has no docstring"
     assert "placeholder" not in docstring.lower()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
+def test_public_methods_say_what_they_do(path: Path) -> None:
+    """Themselves, or by the docstring of the method that they override."""
+    if path.name == "__main__.py":
+        return
+    module = importlib.import_module(installed_name(path))
+    for cls in vars(module).values():
+        if not inspect.isclass(cls) or cls.__module__ != module.__name__ or cls.__name__.startswith("_"):
+            continue
+        for name, method in vars(cls).items():
+            if name.startswith("_") or not (inspect.isfunction(method) or isinstance(method, property)):
+                continue
+            assert inspect.getdoc(getattr(cls, name)), (
+                f"{module.__name__}.{cls.__name__}.{name} has no docstring"
+            )
 
 
 # Spellings ---------------------------------------------------------------------------------------
