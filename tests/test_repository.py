@@ -162,8 +162,12 @@ def test_files_named_in_documents_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
 def test_files_named_in_module_docstrings_exist(path: Path) -> None:
+    """Paths that begin with one of our folders; others are files of other projects."""
     for name in named_files(ast.get_docstring(ast.parse(path.read_text())) or ""):
-        assert is_in_repository(name, path), f"{path.relative_to(ROOT)} names {name}, which does not exist"
+        if "/" in name and (ROOT / name.split("/")[0]).is_dir():
+            assert is_in_repository(name, path), (
+                f"{path.relative_to(ROOT)} names {name}, which does not exist"
+            )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
