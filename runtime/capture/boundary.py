@@ -309,9 +309,7 @@ def place_result(
             members = tuple(
                 (index, source.data_ptr() - origin) for index, source in zip(indices, sources, strict=True)
             )
-            shared.append(
-                SharedMemory(members=members, target=torch_private.alias_without_owning(memory))
-            )
+            shared.append(SharedMemory(members=members, target=torch_private.alias_without_owning(memory)))
     done = [plan for plan in plans if plan is not None]
     outputs = BreakOutputs(mark_name, where, spec, done, shared)
     return PlacedResult(result=tree.unflatten(spec, placed), outputs=outputs, copied=copied)
