@@ -124,6 +124,14 @@ class GraphPool(abc.ABC):
         on the same stream; they are not watched.
         """
 
+    def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Enters the capture stream without capturing, for warm-up.
+
+        Libraries keep workspaces per stream; a warm-up elsewhere would leave the first capture to
+        allocate them in the graph pool (`pytorch#99196`).
+        """
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def new_graph(self) -> DeviceGraph:
         """Returns an empty graph on this pool."""
@@ -172,9 +180,21 @@ class GraphDevice(abc.ABC):
     def new_pool(self) -> GraphPool:
         """Returns a new pool with its own memory and capture stream."""
 
+    def explain_failure(self, error: BaseException) -> CaptureError | None:
+        """Translates what the device raised inside a capture into an error for the reader.
+
+        Returns:
+            The error to raise from ``error``, or None where ``error`` says enough.
+        """
+        return None
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Waits for all work submitted to the device."""
+
+    def release_cached_memory(self) -> None:
+        """Gives memory that nothing uses back to the device, after an allocation failed."""
+        return
 
     @abc.abstractmethod
     def used_bytes(self) -> int | None:
