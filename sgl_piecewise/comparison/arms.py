@@ -15,6 +15,7 @@ import torch
 
 from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.sizes import ShapeKey
 from sgl_piecewise.runtime.records import BuildRecord
 
 from .report import GraphMemory
@@ -128,7 +129,13 @@ class CapturedArm(Arm):
             launch_segments=self._setup.launch_segments,
             on_progress=on_progress,
         )
-        return self._built.build
+        return self._record
+
+    @property
+    def _record(self) -> BuildRecord:
+        record = self._captured.build
+        assert record is not None, "capture() returns with its record"
+        return record
 
     @property
     def _captured(self) -> CapturedCallable:
@@ -142,7 +149,8 @@ class CapturedArm(Arm):
 
     def padded_size(self, num_tokens: int) -> int | None:
         """See the base class."""
-        return self._captured.padded_size(num_tokens)
+        size = self._captured.padded_size(num_tokens)
+        return size if ShapeKey(size=size) in self._captured.recordings else None
 
     def fallbacks(self) -> dict[str, int]:
         """See the base class."""
@@ -150,7 +158,7 @@ class CapturedArm(Arm):
 
     def memory(self) -> GraphMemory:
         """See the base class."""
-        built = [size for size in self._captured.build.sizes if size.error is None]
+        built = [size for size in self._record.sizes if size.error is None]
         driver_bytes = [size.driver_bytes for size in built if size.driver_bytes is not None]
         return GraphMemory(
             allocator_bytes=self._captured.pool.memory().reserved_bytes,

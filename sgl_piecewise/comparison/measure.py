@@ -1,7 +1,8 @@
 """The comparison itself: build every strategy, check values, then time what is right.
 
-The order is the method: kernels are loaded by eager forwards before any build is timed, values
-come before times, and all strategies live in one process. This module must not print.
+The order is the method: eager forwards and a first capture load what a process loads once, before
+any build is timed; values come before times; all strategies live in one process. This module must
+not print.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
@@ -139,6 +141,7 @@ def run_comparison(
     with _forwards(subject.context), contextlib.ExitStack() as cleanup:
         example = padded_to(subject.input_sets[-1].inputs[0], largest)
         sweep = _sweep_eager(subject.model, example, options.capture_sizes, stopwatch, progress)
+        first_capture_s = _first_capture_s(subject.device, stopwatch)
         candidates = _build_candidates(subject, options, example, cleanup, progress)
         check_values(subject.model, candidates, subject.input_sets, seed=options.seed, on_progress=progress)
         measure_times(
@@ -161,6 +164,7 @@ def run_comparison(
         capture_sizes=options.capture_sizes,
         cases=_cases(subject.input_sets, options.capture_sizes),
         eager_sweep=sweep,
+        first_capture_s=first_capture_s,
         strategies=tuple(candidate.report() for candidate in candidates),
         verdict="",
     )
@@ -216,6 +220,12 @@ def _sweep_eager(
         progress(name, len(capture_sizes), len(capture_sizes))
         totals_s.append(total_s)
     return EagerSweep(first_s=totals_s[0], warm_s=totals_s[1], num_forwards=num_forwards)
+
+
+def _first_capture_s(device: GraphDevice, stopwatch: Stopwatch) -> float:
+    """Captures next to nothing, so that no build pays for what a process loads at its first capture."""
+    example = torch.zeros(1, device=device.torch_device)
+    return stopwatch.measure(lambda: capture(torch.neg, (example,), device=device).reset()).host_s
 
 
 @contextlib.contextmanager

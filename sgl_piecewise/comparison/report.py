@@ -285,6 +285,7 @@ class ComparisonReport:
         capture_sizes: Ascending.
         cases: The token counts, ascending.
         eager_sweep: One eager forward at each capture size.
+        first_capture_s: Seconds of the process's first capture, of next to nothing; in no build.
         strategies: Eager first, then in the order asked for.
         verdict: The findings in words.
         schema: Name and version of this layout.
@@ -299,6 +300,7 @@ class ComparisonReport:
     capture_sizes: tuple[int, ...]
     cases: tuple[Case, ...]
     eager_sweep: EagerSweep
+    first_capture_s: float
     strategies: tuple[StrategyReport, ...]
     verdict: str
     schema: str = SCHEMA

@@ -19,17 +19,18 @@ from .report import ComparisonReport, StrategyReport
 from .verdict import difference_in_words
 from .words import counted, in_words_bytes, in_words_s, three_digits, time_scale
 
-_LABEL_WIDTH = 16
-_NARROW_CELL_WIDTH = 17
+_LABEL_WIDTH = 20
+_NARROW_CELL_WIDTH = 18
 _WIDE_CELL_WIDTH = 36
-_COLUMN_GAP = 3
+_COLUMN_GAP = 1
+_EDGES = 2
 
 Cell = Callable[[StrategyReport], "str | Text"]
 
 
 def rendered_report(report: ComparisonReport, width: int) -> RenderableType:
     """Returns title, table, notes and verdict for a console of ``width`` columns."""
-    room = width - _LABEL_WIDTH - _COLUMN_GAP
+    room = width - _LABEL_WIDTH - _EDGES
     has_wide_cells = room >= len(report.strategies) * (_WIDE_CELL_WIDTH + _COLUMN_GAP)
     cell_width = _WIDE_CELL_WIDTH if has_wide_cells else _NARROW_CELL_WIDTH
     per_table = max(2, room // (cell_width + _COLUMN_GAP))
@@ -52,7 +53,7 @@ def print_report(report: ComparisonReport, console: Console) -> None:
 def _title(report: ComparisonReport) -> Text:
     environment = report.environment
     title = Text()
-    title.append(f"{report.model.description}, {report.model.dtype}, on {environment.device}", style="bold")
+    title.append(f"{report.model.description}; on {environment.device}", style="bold")
     if environment.is_emulated:
         title.append("\nemulated: times say nothing about a GPU", style="bold yellow")
     inputs = report.inputs
@@ -66,14 +67,15 @@ def _title(report: ComparisonReport) -> Text:
     title.append(f"\nCapture sizes: {shown}")
     load = "" if report.model.load_s is None else f"loading the model {in_words_s(report.model.load_s)}, "
     title.append(
-        f"\nNot in any build: {load}first eager forwards {in_words_s(report.eager_sweep.first_s)}. "
+        f"\nNot in any build: {load}first eager forwards {in_words_s(report.eager_sweep.first_s)}, "
+        f"first capture {in_words_s(report.first_capture_s)}. "
         f"One eager forward at each capture size: {in_words_s(report.eager_sweep.warm_s)}"
     )
     return title
 
 
 def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_wide_cells: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
     table.add_column("strategy", width=_LABEL_WIDTH, no_wrap=False)
     for strategy in strategies:
         table.add_column(
@@ -90,18 +92,18 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
     add("values", _status, True)
     add("build", lambda s: "-" if s.build is None else in_words_s(s.build.total_s))
     for phase in _phases(strategies):
-        add(f"  {phase.replace('_', ' ')}", lambda s, phase=phase: _phase(s, phase))
-    add("  other", lambda s: "-" if s.build is None else in_words_s(s.build.unattributed_s))
-    add("  in eager sweeps", lambda s: _build_ratio(report, s), True)
+        add(f" {phase.replace('_', ' ')}", lambda s, phase=phase: _phase(s, phase))
+    add(" other", lambda s: "-" if s.build is None else in_words_s(s.build.unattributed_s))
+    add(" / eager forwards", lambda s: _build_ratio(report, s), True)
     add("graph segments", lambda s: _segments(s, "num_graph_segments"))
     add("breaks", lambda s: _segments(s, "num_breaks"), True)
     add("graph memory", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.allocator_bytes))
     add(
-        "  largest alone", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.largest_alone_bytes)
+        " largest alone", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.largest_alone_bytes)
     )
-    add("  driver's own", _driver, True)
+    add(" driver's own", _driver, True)
     add("max difference", lambda s: _largest_difference(s, "max_diff_to_padded_eager"))
-    add("  unpadded", lambda s: _largest_difference(s, "max_diff_to_eager"))
+    add(" unpadded", lambda s: _largest_difference(s, "max_diff_to_eager"))
     add("next token", _agreement, True)
     add("tokens", lambda s: _latency_head(s, has_wide_cells))
     for case in report.cases:
@@ -208,7 +210,7 @@ def _latency(strategy: StrategyReport, num_tokens: int, has_wide_cells: bool) ->
         return latency
     ratio = times.ratio_to_eager
     interval = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return f"{latency:>16} {interval:>18}" if has_wide_cells else f"{latency}\n{interval}"
+    return f"{latency:>16} {interval:>19}" if has_wide_cells else f"{latency}\n{interval}"
 
 
 def _short(reason: str) -> str:
@@ -223,6 +225,7 @@ def _legend(report: ComparisonReport) -> Text:
     confidence = f"{100 * min(levels):.0f} %" if levels else "95 %"
     counts = counted(report.options["num_rounds"], "round")
     return Text(
+        f"/ eager forwards: build time over one eager forward at each capture size. "
         f"Latency: median of {counts} ± half the distance between the quartiles. Ratio: median over rounds of "
         f"latency over eager's, with its interval of at least {confidence} confidence. Max difference: to eager at the "
         "same padded size; unpadded: to eager on the real tokens alone. Next token: rows whose top-1 is "

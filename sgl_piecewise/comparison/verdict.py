@@ -62,8 +62,8 @@ def _agreement(strategies: list[StrategyReport]) -> str:
     ]
     if not agreements:
         return ""
-    share = "all" if min(agreements) == 1.0 else f"at least {100 * min(agreements):.2f} %"
-    return f", and with unpadded eager in {share} of next tokens"
+    share = "all" if min(agreements) == 1.0 else f"at least {100 * min(agreements):.2f} % of"
+    return f", and with unpadded eager in {share} next tokens"
 
 
 def difference_in_words(strategy: StrategyReport) -> str:
