@@ -93,3 +93,61 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         values = value if isinstance(value, list | tuple) else (value,)
         written.extend(item for item in values if isinstance(item, torch.Tensor))
     return written
+
+
+def without_dispatch_modes() -> Any:
+    """Returns a context in which operators of this thread reach no ``TorchDispatchMode``."""
+    return torch._C._DisableTorchDispatch()
+
+
+def without_autocast() -> Any:
+    """Returns a context in which operators of this thread are not autocast."""
+    return torch._C._DisableAutocast()
+
+
+def is_composite(func: Any) -> bool:
+    """Tells whether an operator is only made of others (and may hide a host sync among them)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def call_composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the body of a composite operator; the operators in it are dispatched."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def has_python_kernel(func: Any) -> bool:
+    """Tells whether an operator's CPU kernel is Python, registered with ``torch.library``."""
+    name = func._schema.name.replace("::", "/")
+    overload = func._overloadname
+    names = (name, f"{name}.{overload}") if overload != "default" else (name,)
+    return any(
+        f"{full}/{key}" in torch.library._impls for full in names for key in ("CPU", "CompositeExplicitAutograd")
+    )
+
+
+def call_cpu_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator's CPU kernel below all dispatch modes; what it calls is dispatched."""
+    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+
+
+def higher_order_cpu_kernel(func: Any) -> Any | None:
+    """Returns the eager body of a higher-order operator, or None where it has none."""
+    if not isinstance(func, torch._ops.HigherOrderOperator):
+        return None
+    return func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def is_higher_order(func: Any) -> bool:
+    """Tells whether ``func`` is a higher-order operator (it has no schema and no tags)."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
+def is_compiling_now() -> bool:
+    """Tells whether this thread is inside Dynamo's or a backend's compilation."""
+    return torch._guards.CompileContext.try_get() is not None
+
+
+def raw_current_stream(device_index: int) -> int:
+    """Returns the address of the current CUDA stream; ``torch.cuda.current_stream`` costs 50 times more."""
+    address: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return address

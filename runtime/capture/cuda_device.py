@@ -103,22 +103,23 @@ class CudaPool(GraphPool):
         self.error_mode: CaptureErrorMode = error_mode
         self.generators = generators
         self.tracker = StreamTracker(self.stream)
-        self._last_stream: torch.cuda.Stream | None = None
-        self._last_use = torch.cuda.Event()
+        self._last_stream = 0
+        self._has_last_stream = False
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._outside: set[int] = set()
 
-    @contextlib.contextmanager
-    def _ordered_after_last_use(self) -> Iterator[None]:
-        stream = torch.cuda.current_stream(self.device.torch_device)
-        if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_event(self._last_use)
-        try:
-            yield
-        finally:
-            self._last_use.record(stream)
-            self._last_stream = stream
+    def order_after_last_use(self) -> None:
+        device = self.device.torch_device
+        stream = torch_private.raw_current_stream(device.index)
+        if stream == self._last_stream and self._has_last_stream:
+            return
+        if self._has_last_stream:
+            # The event is recorded here and not after each use: most uses follow on the same stream, and
+            # an event per replay costs as much as two graph launches.
+            last = torch.cuda.ExternalStream(self._last_stream, device=device)
+            torch.cuda.current_stream(device).wait_stream(last)
+        self._last_stream, self._has_last_stream = stream, True
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:

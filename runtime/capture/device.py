@@ -13,7 +13,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -78,42 +77,58 @@ class DeviceGraph(abc.ABC):
         return []
 
 
+class Exclusive:
+    """Holds a pool for one thread, ordered after its last use. See `GraphPool.exclusive`."""
+
+    __slots__ = ("_pool", "_purpose")
+
+    def __init__(self, pool: GraphPool, purpose: str) -> None:
+        self._pool = pool
+        self._purpose = purpose
+
+    def __enter__(self) -> None:
+        pool, me = self._pool, threading.get_ident()
+        if pool.lock_owner == me:
+            raise CaptureError(
+                f"{self._purpose} on a graph pool that this thread is already capturing or replaying on. "
+                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
+            )
+        pool.lock.acquire()
+        pool.lock_owner = me
+        try:
+            pool.order_after_last_use()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.lock_owner = None
+        self._pool.lock.release()
+
+
 class GraphPool(abc.ABC):
     """Memory, one capture stream and one lock for recordings that are never replayed at once."""
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device
-        self._lock = threading.Lock()
-        self._lock_owner: int | None = None
+        self.lock = threading.Lock()
+        self.lock_owner: int | None = None
 
-    @contextlib.contextmanager
-    def exclusive(self, purpose: str) -> Iterator[None]:
+    def exclusive(self, purpose: str) -> Exclusive:
         """Holds the pool for one capture or one replay, from copy-in to copy-out.
 
         Args:
             purpose: "capture" or "replay", for the error.
 
         Raises:
-            CaptureError: This thread holds the pool already (a replay inside an eager segment of
-                the same pool, or capture inside capture): waiting would never end.
+            CaptureError: On entry, this thread holds the pool already (a replay inside an eager
+                segment of the same pool, or capture inside capture): waiting would never end.
         """
-        me = threading.get_ident()
-        if self._lock_owner == me:
-            raise CaptureError(
-                f"{purpose} on a graph pool that this thread is already capturing or replaying on. "
-                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
-            )
-        with self._lock:
-            self._lock_owner = me
-            try:
-                with self._ordered_after_last_use():
-                    yield
-            finally:
-                self._lock_owner = None
+        return Exclusive(self, purpose)
 
     @abc.abstractmethod
-    def _ordered_after_last_use(self) -> contextlib.AbstractContextManager[None]:
-        """Orders this use of the pool's memory after the last one, on whatever stream that was."""
+    def order_after_last_use(self) -> None:
+        """Orders what the current stream does next after the last use of the pool, on whatever stream."""
 
     @abc.abstractmethod
     def capture_scope(self) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,69 @@
+"""One graph of the emulated device: records through the pool's recorder, replays a list of calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ... import torch_private
+from ...errors import CaptureError, ReplayError
+from ..device import DeviceGraph
+from .recording import Operation
+
+if TYPE_CHECKING:
+    from .device import EmulatedPool
+
+
+class EmulatedGraph(DeviceGraph):
+    """A recorded stretch of operators."""
+
+    def __init__(self, pool: EmulatedPool) -> None:
+        self._pool = pool
+        # Operations point into the arena without owning it: this keeps it mapped.
+        self._arena = pool.arena
+        self._operations: list[Operation] | None = None
+        self._orders: list[list[int]] = []
+        self._num_replays = 0
+        self._is_recording = False
+
+    def begin(self) -> None:
+        recorder = self._pool.open_recorder()
+        if recorder.recording is not None:
+            raise CaptureError("begin() while another graph of this pool is being recorded; end it first.")
+        recorder.begin()
+        self._is_recording = True
+
+    def end(self) -> None:
+        recorder = self._pool.open_recorder()
+        if not self._is_recording:
+            raise CaptureError("end() of a graph that is not being recorded.")
+        self._is_recording = False
+        recording = recorder.end()
+        self._operations = recording.operations
+        self._orders = recording.order.orders()
+
+    def abort(self) -> None:
+        self._is_recording = False
+        self._pool.abort_recording()
+
+    def replay(self) -> None:
+        if self._operations is None:
+            raise ReplayError("This graph holds nothing to replay: it was never ended, or it was reset.")
+        order = self._orders[self._num_replays % len(self._orders)]
+        self._num_replays += 1
+        # A launch is seen by no mode, and neither grad mode nor autocast of the caller matters.
+        with torch_private.without_dispatch_modes(), torch_private.without_autocast(), torch.inference_mode():
+            for index in order:
+                self._operations[index].run()
+
+    def reset(self) -> None:
+        self._operations = None
+        self._orders = []
+
+    @property
+    def num_ops(self) -> int | None:
+        return len(self.op_names())
+
+    def op_names(self) -> list[str]:
+        return [operation.name for operation in self._operations or () if operation.name is not None]

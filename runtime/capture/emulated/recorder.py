@@ -1,0 +1,265 @@
+"""Writes down the operators that run while a graph is being recorded.
+
+One dispatch mode for a whole capture; a break only clears ``recording``, since a break may begin
+inside a dispatched operator, where the mode cannot be popped. Every result of a recorded operator
+is moved into the pool, storage by storage, with the tensor object kept. This module must not know
+how a recording is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ... import torch_private
+from ...errors import CaptureError, CaptureForbiddenError, SglPiecewiseError
+from . import rules
+from .arena import Arena, Block
+from .recording import Recording, replayed, tensors_in
+from .streams import CAPTURE_STREAM, StreamOrder
+from .undefined import run_on_defined_values
+
+_EMPTY = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Records for one pool.
+
+    Attributes:
+        arena: The pool's memory.
+        recording: The recording in the making, or None (in a break).
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """An ordinary mode would switch torch.compile off silently."""
+        return True
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arena = arena
+        self.recording: Recording | None = None
+        self._freed_between: list[Block] = []
+        self._opaque: str | None = None
+
+    # Beginning and ending
+
+    def begin(self) -> Recording:
+        """Starts a recording; what was freed since the last one is poisoned at its start."""
+        with torch_private.without_dispatch_modes():
+            self.drain()
+            recording = Recording(arena=self.arena, order=StreamOrder())
+            for address, num_bytes, is_bool in self._still_free(self._freed_between):
+                recording.add_poison_range(address, num_bytes, is_bool, CAPTURE_STREAM)
+            self._freed_between.clear()
+        self.recording = recording
+        return recording
+
+    def end(self) -> Recording:
+        """Stops recording and undoes what it did to memory and generators.
+
+        Raises:
+            CaptureForbiddenError: Captured code did something forbidden and went on.
+        """
+        with torch_private.without_dispatch_modes():
+            recording = self._stop()
+            try:
+                if recording.error is None:
+                    recording.generators.check_all()
+            finally:
+                recording.undo()
+        if recording.error is not None:
+            raise CaptureForbiddenError(
+                "The graph is invalid: captured code did what a graph cannot hold and went on after the "
+                f"error. {recording.error}"
+            ) from recording.error
+        return recording
+
+    def abort(self) -> None:
+        """Drops the recording, if there is one; nothing of it stays."""
+        if self.recording is not None:
+            self._opaque = None
+            with torch_private.without_dispatch_modes():
+                self._stop().undo()
+
+    def _stop(self) -> Recording:
+        recording = self.recording
+        if recording is None:
+            raise CaptureError("No graph is being recorded: begin() comes before end().")
+        if self._opaque is not None:
+            raise CaptureForbiddenError(
+                f"A break inside {self._opaque}: compiled code is one operation to a recording and cannot be "
+                "left in its middle. Compile with a backend that splits at marks, or mark the caller."
+            )
+        self.drain()
+        self.recording = None
+        return recording
+
+    def forget_frees(self) -> None:
+        """Takes back what died outside a capture; nobody replays that."""
+        self.arena.drain()
+        self._freed_between.clear()
+
+    def drain(self) -> None:
+        """Takes note of the blocks that were freed since the last call."""
+        for block in self.arena.drain():
+            if self.recording is not None:
+                self.recording.add_poison(block)
+            else:
+                self._freed_between.append(block)
+
+    def _still_free(self, blocks: Iterable[Block]) -> list[tuple[int, int, bool]]:
+        """Cuts what was handed out again out of freed blocks."""
+        live = sorted((block.address, block.num_bytes) for block in self.arena.live_blocks())
+        pieces: list[tuple[int, int, bool]] = []
+        for block in blocks:
+            start, end = block.address, block.address + block.num_bytes
+            for address, num_bytes in live:
+                if address + num_bytes <= start or address >= end:
+                    continue
+                if address > start:
+                    pieces.append((start, address - start, block.is_bool))
+                start = address + num_bytes
+            if start < end:
+                pieces.append((start, end - start, block.is_bool))
+        return pieces
+
+    # Operators
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        recording = self.recording
+        if recording is None or torch_private.is_compiling_now():
+            return func(*args, **kwargs)
+        kinds = tuple(types)
+        if any(issubclass(kind, FakeTensor) for kind in kinds):
+            return func(*args, **kwargs)
+        if kinds:
+            return NotImplemented  # A wrapper subclass takes itself apart first.
+        try:
+            if torch_private.is_higher_order(func):
+                return self._enter_higher_order(func, args, kwargs)
+            if torch_private.is_composite(func):
+                with self:
+                    return torch_private.call_composite(func, args, kwargs)
+            if torch_private.has_python_kernel(func):
+                with self:
+                    return torch_private.call_cpu_kernel(func, args, kwargs)
+            return self._record(recording, func, args, kwargs)
+        except CaptureForbiddenError as err:
+            recording.error = recording.error or err
+            raise
+
+    def _enter_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        body = torch_private.higher_order_cpu_kernel(func)
+        if body is None:
+            raise rules.forbidden(
+                f"{func} (a higher-order operator)",
+                "it has no eager body that the emulated device could look into",
+            )
+        with self:
+            return body(*args, **kwargs)
+
+    def _record(self, recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one operator, moves its results into the pool and writes it down."""
+        self.drain()
+        rules.check_operator(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        written = torch_private.written_arguments(func, args, kwargs)
+        for tensor in written:
+            recording.save(tensor)
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in written]
+        generator = kwargs.get("generator") or torch.default_generator
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random:
+            recording.generators.check(generator)
+
+        result = self._run(func, args, kwargs)
+
+        draws = is_random and recording.generators.note_draw(generator)
+        is_bytes_only = func._schema.name.partition("::")[2] in _EMPTY
+        self._move_grown(recording, written, addresses)
+        outputs = tensors_in(result)
+        targets = self._move_fresh(recording, func, outputs, tensors_in(args) + tensors_in(kwargs))
+        if is_bytes_only:
+            for _, alias in targets:
+                block = self.arena.live_block(alias.untyped_storage().data_ptr())
+                if block is not None:
+                    recording.add_poison(block)
+        elif targets or written:
+            run = replayed(str(func), func, recording.alias(args), _alias_kwargs(recording, kwargs), targets)
+            recording.add(str(func), run, CAPTURE_STREAM, draws_random=draws)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator; if the values refuse it, on other values: a recording has no values."""
+        try:
+            return func(*args, **kwargs)
+        except (SglPiecewiseError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, IndexError, ValueError) as err:
+            return run_on_defined_values(func, args, kwargs, err)
+
+    def _move_fresh(
+        self, recording: Recording, func: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Moves results with storages of their own into the pool.
+
+        Returns:
+            For each such storage: the index of a result that has it, and an alias over its block.
+        """
+        groups: dict[int, list[int]] = {}
+        known = {torch_private.storage_key(tensor) for tensor in inputs}
+        for index, output in enumerate(outputs):
+            if output.layout is not torch.strided or output.is_quantized:
+                raise rules.forbidden(
+                    str(func), f"the emulated device only holds dense tensors, this result is {output.layout}"
+                )
+            key = torch_private.storage_key(output)
+            if key not in known and output.untyped_storage().nbytes():
+                groups.setdefault(key, []).append(index)
+        targets: list[tuple[int, torch.Tensor]] = []
+        for members in groups.values():
+            self._move(recording, [outputs[index] for index in members])
+            targets.append((members[0], recording.alias(outputs[members[0]])))
+        return targets
+
+    def _move_grown(
+        self, recording: Recording, written: list[torch.Tensor], addresses: list[int]
+    ) -> None:
+        """Moves ``out=`` arguments that the operator had to allocate into the pool."""
+        for tensor, address in zip(written, addresses, strict=True):
+            if tensor.untyped_storage().data_ptr() != address:
+                self._move(recording, [tensor])
+
+    def _move(self, recording: Recording, tensors: list[torch.Tensor]) -> None:
+        """Moves tensors that share one storage into one block, bytes and objects kept."""
+        source = tensors[0].untyped_storage()
+        target = self._allocate(recording, source.nbytes(), tensors[0].dtype is torch.bool)
+        target.copy_(source)
+        for tensor in tensors:
+            tensor.set_(target, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _allocate(self, recording: Recording, num_bytes: int, is_bool: bool) -> torch.UntypedStorage:
+        return self.arena.allocate(
+            num_bytes, stream=CAPTURE_STREAM, is_bool=is_bool, epoch=recording.epoch
+        )
+
+
+def _alias_kwargs(recording: Recording, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: recording.alias(value) for name, value in kwargs.items()}

@@ -1,0 +1,155 @@
+"""What a recording holds while it is made: its operations, and what undoes their side effects.
+
+Operations refer to pool memory by address only (non-owning aliases), as kernels in a CUDA graph
+do; the graph keeps the arena mapped. Memory outside the pool is held, so a stale pointer gives
+stale values instead of a crash. This module must not know of dispatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ... import torch_private
+from ...errors import CaptureForbiddenError, ReplayError
+from . import arena as arena_module
+from .arena import Arena, Block
+from .streams import CAPTURE_STREAM, StreamOrder
+from .undo import GeneratorUndo, MemoryUndo
+
+_EPOCHS = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One recorded operation.
+
+    Attributes:
+        name: Its name for reports, or None for what only the emulation does (poison).
+        run: Executes it.
+    """
+
+    name: str | None
+    run: Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """A recording in the making.
+
+    Attributes:
+        arena: The pool's memory.
+        order: The waits between streams.
+        operations: In the order in which they were issued.
+        memory: Undoes writes to memory from before.
+        generators: Undoes draws.
+        epoch: Serial number; blocks allocated here carry it.
+        error: What invalidated the recording, if something did.
+    """
+
+    arena: Arena
+    order: StreamOrder
+    operations: list[Operation] = field(default_factory=list)
+    memory: MemoryUndo = field(default_factory=MemoryUndo)
+    generators: GeneratorUndo = field(default_factory=GeneratorUndo)
+    epoch: int = field(default_factory=_EPOCHS.__next__)
+    error: CaptureForbiddenError | None = None
+
+    def add(
+        self, name: str | None, run: Callable[[], None], stream: int, *, draws_random: bool = False
+    ) -> None:
+        """Appends an operation."""
+        self.order.place(stream, draws_random=draws_random)
+        self.operations.append(Operation(name=name, run=run))
+
+    def add_poison(self, block: Block) -> None:
+        """Appends the poisoning of a freed or uninitialised block, and poisons it now."""
+        # A stream that takes no part here cannot allocate without being forked first, which
+        # orders it after everything before: then the capture stream's place is as good.
+        stream = block.stream if self.order.is_member(block.stream) else CAPTURE_STREAM
+        self.add_poison_range(block.address, block.num_bytes, block.is_bool, stream)
+
+    def add_poison_range(self, address: int, num_bytes: int, is_bool: bool, stream: int) -> None:
+        """As `add_poison`, for a part of the arena."""
+
+        def run() -> None:
+            arena_module.poison_range(address, num_bytes, is_bool)
+
+        run()
+        self.add(None, run, stream)
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Keeps what the tensor's storage holds before a write, unless it was made in this recording."""
+        storage = tensor.untyped_storage()
+        block = self.arena.live_block(storage.data_ptr())
+        if block is None or block.epoch != self.epoch:
+            self.memory.save(storage)
+
+    def undo(self) -> None:
+        """Makes memory and generators as if nothing had been executed."""
+        self.memory.restore()
+        for block in self.arena.live_blocks():
+            if block.epoch == self.epoch:
+                arena_module.poison_range(block.address, block.num_bytes, block.is_bool)
+        self.generators.restore()
+
+    def alias(self, value: Any) -> Any:
+        """Replaces the tensors in an argument by what the recording may keep of them."""
+        if isinstance(value, torch.Tensor):
+            if self.arena.contains(value.untyped_storage().data_ptr()):
+                return torch_private.alias_without_owning(value)
+            # The user may swap the storage or shape of this very object; the graph must not follow.
+            return value.detach()
+        if isinstance(value, list | tuple):
+            return type(value)(self.alias(item) for item in value)
+        return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Lists the tensors in an operator's argument or result, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def replayed(
+    name: str,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: list[tuple[int, torch.Tensor]],
+) -> Callable[[], None]:
+    """Returns what a replay runs for one operator.
+
+    Args:
+        name: For the error.
+        call: The operator.
+        args: Its arguments, as the recording keeps them.
+        kwargs: Keyword arguments, likewise.
+        targets: For each fresh storage of the result: which tensor of the result has it, and an
+            alias over the block where captured code reads it.
+    """
+    if not targets:
+        return lambda: call(*args, **kwargs)
+    copies = [(index, alias.untyped_storage()) for index, alias in targets]
+
+    def run() -> None:
+        results = tensors_in(call(*args, **kwargs))
+        for index, target in copies:
+            source = results[index].untyped_storage()
+            if source.nbytes() != target.nbytes():
+                raise ReplayError(
+                    f"{name} gave {source.nbytes()} bytes at replay and {target.nbytes()} at capture. Its "
+                    "result depends on values, which a graph cannot hold; mark it with @eager_on_graph."
+                )
+            target.copy_(source)
+
+    return run

@@ -1,0 +1,82 @@
+"""Makes a recording leave no trace: memory and generators are as they were before it.
+
+The emulated device has to run operators once to learn the shapes of their results. What they
+wrote into memory that existed before, and what they drew from generators, is put back when the
+recording ends, as if nothing had been executed. This module must not know of operators.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import CaptureForbiddenError
+
+
+class MemoryUndo:
+    """Contents of storages before a recording first wrote into them."""
+
+    def __init__(self) -> None:
+        self._saved: dict[tuple[int, int], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def save(self, storage: torch.UntypedStorage) -> None:
+        """Keeps the contents of a storage that is about to be written, once."""
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in self._saved and storage.nbytes():
+            self._saved[key] = (storage, storage.clone())
+
+    def restore(self) -> None:
+        """Puts everything back, last saved first, since storages may overlap."""
+        for storage, contents in reversed(self._saved.values()):
+            storage.copy_(contents)
+        self._saved.clear()
+
+
+class GeneratorUndo:
+    """States of the random generators before a recording drew from them.
+
+    Also finds out when something else than a recorded operator changed a state: on CUDA seeding
+    during capture is refused, and a recording cannot hold it.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[torch.Generator, torch.Tensor, torch.Tensor]] = {}
+        self._watch(torch.default_generator)
+
+    def _watch(self, generator: torch.Generator) -> torch.Tensor:
+        """Returns the last known state of a generator; from now on it is restored."""
+        if id(generator) not in self._states:
+            state = generator.get_state()
+            self._states[id(generator)] = (generator, state, state)
+        return self._states[id(generator)][2]
+
+    def check(self, generator: torch.Generator) -> None:
+        """Raises if the generator was touched since the last recorded draw.
+
+        Raises:
+            CaptureForbiddenError: It was seeded or its state was set.
+        """
+        if not torch.equal(self._watch(generator), generator.get_state()):
+            raise CaptureForbiddenError(
+                f"A random generator ({generator}) was seeded, or its state was set, while a graph was being "
+                "recorded. CUDA refuses this: the seed belongs to the replay, not to the graph. Seed before "
+                "the capture or between replays, or in a function marked @eager_on_graph."
+            )
+
+    def check_all(self) -> None:
+        """Checks every generator that the recording knows of; raises as `check` does."""
+        for generator, _, _ in list(self._states.values()):
+            self.check(generator)
+
+    def note_draw(self, generator: torch.Generator) -> bool:
+        """Takes the generator's state as the last known one; tells whether it had changed."""
+        self._watch(generator)
+        _, first, last = self._states[id(generator)]
+        state = generator.get_state()
+        self._states[id(generator)] = (generator, first, state)
+        return not torch.equal(last, state)
+
+    def restore(self) -> None:
+        """Puts every state back."""
+        for generator, first, _ in self._states.values():
+            generator.set_state(first)
+        self._states.clear()
