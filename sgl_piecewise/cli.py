@@ -59,15 +59,16 @@ def _commands() -> None:
 @app.command()
 def compare(
     model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights).")
+        str,
+        typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
     ] = DEFAULT_MODEL,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
     ] = "auto",
-    strategies: Annotated[
-        str, typer.Option(help="Comma-separated; eager is always among them.")
-    ] = ",".join(DEFAULT_STRATEGIES),
+    strategies: Annotated[str, typer.Option(help="Comma-separated; eager is always among them.")] = ",".join(
+        DEFAULT_STRATEGIES
+    ),
     capture_sizes: Annotated[
         str | None,
         typer.Option(
@@ -79,11 +80,15 @@ def compare(
         str | None,
         typer.Option(help="Token counts to run. Default: every capture size and one between each two."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to run on. Default: one that ships.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text to run on. Default: one that ships.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the whole report to this file.")] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(help=f"Timed rounds. Default: {DEFAULT_CUDA_ROUNDS} on CUDA, {DEFAULT_CPU_ROUNDS} on a CPU."),
+        typer.Option(
+            help=f"Timed rounds. Default: {DEFAULT_CUDA_ROUNDS} on CUDA, {DEFAULT_CPU_ROUNDS} on a CPU."
+        ),
     ] = None,
     inputs: Annotated[int, typer.Option(help="Different inputs at each token count.")] = 2,
     warm_ups: Annotated[int, typer.Option(help="Untimed calls before the rounds of a token count.")] = 1,
@@ -91,7 +96,8 @@ def compare(
     launch_segments: Annotated[
         bool | None,
         typer.Option(
-            "--launch-segments/--no-launch-segments", help="Whether segments run while capturing. Default: capture's."
+            "--launch-segments/--no-launch-segments",
+            help="Whether segments run while capturing. Default: capture's.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random weights, random tokens and orders.")] = 0,
@@ -156,7 +162,7 @@ def _errors_as_messages(shows_traceback: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator["_ProgressBar"]:
+def _progress_bar() -> Iterator[_ProgressBar]:
     """A bar on stderr, off where that is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

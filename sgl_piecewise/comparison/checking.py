@@ -182,8 +182,8 @@ def _check_repeatable(model: Model, padded: tuple[Any, ...], reference: torch.Te
     if index is not None:
         raise ConfigError(
             f"The model differs from itself: two eager calls on the same input give "
-            f"{reference[index].item()!r} and {again[index].item()!r} at {list(index)}, so nothing can be compared "
-            "bit for bit. Put it in eval mode, or use torch.use_deterministic_algorithms(True)."
+            f"{reference[index].item()!r} and {again[index].item()!r} at {list(index)}, so nothing can be "
+            "compared bit for bit. Put it in eval mode, or use torch.use_deterministic_algorithms(True)."
         )
 
 

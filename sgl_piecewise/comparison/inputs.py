@@ -75,7 +75,7 @@ def _padded_tensor(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
-def group_by_tokens(inputs: Sequence[Any]) -> tuple[InputSet, ...]:
+def group_by_tokens(inputs: Sequence[Any] | torch.Tensor) -> tuple[InputSet, ...]:
     """Groups inputs by token count, ascending.
 
     Args:
@@ -121,7 +121,8 @@ def read_text(path: Path | None) -> Text:
         content = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as err:
         raise ConfigError(
-            f"The text {path} is not UTF-8 (byte {err.start} is {err.object[err.start]:#04x}). Convert it first."
+            f"The text {path} is not UTF-8 (byte {err.start} is {err.object[err.start]:#04x}). "
+            "Convert it first."
         ) from err
     except OSError as err:
         raise ConfigError(f"The text {path} cannot be read: {err.strerror or err}.") from err

@@ -87,9 +87,7 @@ def compare_language_model(
         )
     _check_positions(loaded, options.capture_sizes)
     ids, input_facts = _tokens(loaded, request, options)
-    input_sets, is_repeated = windows_of_tokens(
-        ids, request.token_counts, options.num_inputs, request.device
-    )
+    input_sets, is_repeated = windows_of_tokens(ids, request.token_counts, options.num_inputs, request.device)
     subject = Subject(
         model=loaded.model,
         input_sets=input_sets,

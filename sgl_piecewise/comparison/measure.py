@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -133,8 +134,8 @@ def run_comparison(
     largest, longest = options.capture_sizes[-1], subject.input_sets[-1].num_tokens
     if longest > largest:
         raise ConfigError(
-            f"An input has {longest} tokens, but the largest capture size is {largest}. Add a size of at least "
-            f"{longest}, or leave the input out."
+            f"An input has {longest} tokens, but the largest capture size is {largest}. Add a size of at "
+            f"least {longest}, or leave the input out."
         )
     stopwatch = stopwatch_for(subject.device.torch_device)
     clocks = seen_clocks(subject.device.torch_device, "before")
@@ -206,13 +207,13 @@ def _sweep_eager(
     """Runs eager twice at each capture size, largest first; sizes that do not fit are left out."""
     totals_s = []
     num_forwards = 0
-    for pass_index, name in enumerate(("eager, loading kernels", "eager")):
+    for name in ("eager, loading kernels", "eager"):
         total_s, num_forwards = 0.0, 0
         for done, size in enumerate(reversed(capture_sizes)):
             progress(name, done, len(capture_sizes))
             arguments = cut_to(example, size)
             try:
-                sample = stopwatch.measure(lambda arguments=arguments: model(*arguments))
+                sample = stopwatch.measure(functools.partial(model, *arguments))
             except torch.OutOfMemoryError:
                 continue
             total_s += sample.latency_s

@@ -50,8 +50,9 @@ def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _schema_of(arguments[1], definitions)}
     if origin is tuple and arguments[-1] is Ellipsis:
         return {"type": "array", "items": _schema_of(arguments[0], definitions)}
+    assert isinstance(kind, type), f"no schema for {kind}"
     assert dataclasses.is_dataclass(kind), f"no schema for {kind}"
-    name = kind.__name__
+    name = str(kind.__name__)
     if name not in definitions:
         hints = typing.get_type_hints(kind)
         fields = dataclasses.fields(kind)

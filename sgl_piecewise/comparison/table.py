@@ -7,6 +7,7 @@ This module must not compute anything that is not in the report.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from rich import box
@@ -59,9 +60,9 @@ def _title(report: ComparisonReport) -> Text:
     inputs = report.inputs
     title.append(f"\nInput: {inputs.source}")
     if inputs.num_tokens is not None:
-        title.append(
-            f"; {inputs.num_tokens} tokens{', repeated to fill the largest size' if inputs.is_repeated else ''}"
-        )
+        title.append(f"; {inputs.num_tokens} tokens")
+    if inputs.is_repeated:
+        title.append(", repeated to fill the largest size")
     sizes = report.capture_sizes
     shown = ", ".join(map(str, sizes)) if len(sizes) <= 8 else f"{len(sizes)} from {sizes[0]} to {sizes[-1]}"
     title.append(f"\nCapture sizes: {shown}")
@@ -92,15 +93,13 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
     add("values", _status, True)
     add("build", lambda s: "-" if s.build is None else in_words_s(s.build.total_s))
     for phase in _phases(strategies):
-        add(f" {phase.replace('_', ' ')}", lambda s, phase=phase: _phase(s, phase))
+        add(f" {phase.replace('_', ' ')}", functools.partial(_phase, phase=phase))
     add(" other", lambda s: "-" if s.build is None else in_words_s(s.build.unattributed_s))
     add(" / eager forwards", lambda s: _build_ratio(report, s), True)
     add("graph segments", lambda s: _segments(s, "num_graph_segments"))
     add("breaks", lambda s: _segments(s, "num_breaks"), True)
     add("graph memory", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.allocator_bytes))
-    add(
-        " largest alone", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.largest_alone_bytes)
-    )
+    add(" largest alone", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.largest_alone_bytes))
     add(" driver's own", _driver, True)
     add("max difference", lambda s: _largest_difference(s, "max_diff_to_padded_eager"))
     add(" unpadded", lambda s: _largest_difference(s, "max_diff_to_eager"))
@@ -110,7 +109,8 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
         label = str(case.num_tokens)
         if case.num_tokens != case.capture_size:
             label += f" in {case.capture_size}"
-        add(label, lambda s, count=case.num_tokens: _latency(s, count, has_wide_cells))
+        cell = functools.partial(_latency, num_tokens=case.num_tokens, has_wide_cells=has_wide_cells)
+        add(label, cell)
     return table
 
 
@@ -205,7 +205,8 @@ def _latency(strategy: StrategyReport, num_tokens: int, has_wide_cells: bool) ->
     if times is None:
         return "no speed"
     scale, unit = time_scale(times.latency_s.value)
-    latency = f"{three_digits(times.latency_s.value * scale)} ±{three_digits(times.latency_s.spread * scale)} {unit}"
+    value, spread = times.latency_s.value * scale, times.latency_s.spread * scale
+    latency = f"{three_digits(value)} ±{three_digits(spread)} {unit}"
     if times.ratio_to_eager is None:
         return latency
     ratio = times.ratio_to_eager
@@ -223,13 +224,13 @@ def _short(reason: str) -> str:
 def _legend(report: ComparisonReport) -> Text:
     levels = [times.latency_s.confidence for strategy in report.strategies for times in strategy.times]
     confidence = f"{100 * min(levels):.0f} %" if levels else "95 %"
-    counts = counted(report.options["num_rounds"], "round")
+    rounds = counted(report.options["num_rounds"], "round")
     return Text(
-        f"/ eager forwards: build time over one eager forward at each capture size. "
-        f"Latency: median of {counts} ± half the distance between the quartiles. Ratio: median over rounds of "
-        f"latency over eager's, with its interval of at least {confidence} confidence. Max difference: to eager at the "
-        "same padded size; unpadded: to eager on the real tokens alone. Next token: rows whose top-1 is "
-        'eager\'s. "24 in 32": 24 tokens padded to 32.',
+        "/ eager forwards: build time over one eager forward at each capture size. Max difference: to eager "
+        "at the same padded size; unpadded: to eager on the real tokens alone. Next token: rows whose top-1 "
+        f"is eager's. Latency: median of {rounds} ± half the distance between the quartiles. Ratio: median "
+        f"over rounds of latency over eager's, with its interval of at least {confidence} confidence. "
+        '"24 in 32": 24 tokens padded to 32.',
         style="dim",
     )
 
@@ -242,9 +243,12 @@ def _notes(report: ComparisonReport) -> Text | None:
             lines.append(f"{strategy.strategy} FAILED: {strategy.failure}")
         if strategy.first_difference is not None:
             lines.append(f"{strategy.strategy} is WRONG {difference_in_words(strategy)}.")
-        for size in strategy.build.sizes if strategy.build is not None else ():
-            if size.error is not None:
-                lines.append(f"{strategy.strategy}, capture size {size.size}: {size.error}")
+        sizes = strategy.build.sizes if strategy.build is not None else ()
+        lines.extend(
+            f"{strategy.strategy}, capture size {size.size}: {size.error}"
+            for size in sizes
+            if size.error is not None
+        )
         lines.extend(
             f"{strategy.strategy} at {problem.num_tokens} tokens: {problem.reason}"
             for problem in strategy.problems

@@ -45,8 +45,9 @@ def _about_values(report: ComparisonReport) -> list[str]:
     if equal:
         num_counts = min(len(strategy.values) for strategy in equal)
         verb = "agrees" if len(equal) == 1 else "agree"
+        names = enumerated([strategy.strategy for strategy in equal])
         sentences.append(
-            f"{enumerated([strategy.strategy for strategy in equal])} {verb} with padded eager bit for bit at "
+            f"{names} {verb} with padded eager bit for bit at "
             f"{counted(num_counts, 'token count')} from {report.cases[0].num_tokens} to "
             f"{report.cases[-1].num_tokens}{_agreement(equal)}."
         )
@@ -169,8 +170,8 @@ def _about_builds(report: ComparisonReport) -> list[str]:
                 f", {share} times one eager forward at each of {counted(sweep.num_forwards, 'capture size')}"
             )
         if strategy.memory is not None:
-            cost += f"; its graphs hold {in_words_bytes(strategy.memory.allocator_bytes)} of the allocator's memory"
+            cost += f"; its graphs hold {in_words_bytes(strategy.memory.allocator_bytes)} by the allocator"
             if strategy.memory.driver_bytes is not None:
-                cost += f" and {in_words_bytes(strategy.memory.driver_bytes)} of the driver's"
+                cost += f" and {in_words_bytes(strategy.memory.driver_bytes)} by the driver"
         sentences.append(f"{cost}.")
     return sentences
