@@ -37,7 +37,9 @@ def small_inputs(*token_counts: int, num_inputs: int = 2) -> list[tuple[torch.Te
     """Seeded token ids for `SmallModel`."""
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randint(50, (count,), generator=generator),) for count in token_counts for _ in range(num_inputs)
+        (torch.randint(50, (count,), generator=generator),)
+        for count in token_counts
+        for _ in range(num_inputs)
     ]
 
 

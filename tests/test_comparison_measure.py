@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from comparison_arms import FaultyArm, SmallModel, small_inputs
 
 from sgl_piecewise.comparison import ComparisonReport, compare
 from sgl_piecewise.comparison.arms import STRATEGIES
 from sgl_piecewise.runtime.errors import CaptureError, ConfigError
-
-from comparison_arms import FaultyArm, SmallModel, small_inputs
 
 
 def compare_small(*strategies: str, **options: Any) -> ComparisonReport:
     """Compares on the small model with few rounds."""
     inputs = options.pop("inputs", small_inputs(3, 4, 7, 8))
     return compare(
-        options.pop("model", SmallModel()), inputs, strategies, **{"capture_sizes": (4, 8), "num_rounds": 2, **options}
+        options.pop("model", SmallModel()),
+        inputs,
+        strategies,
+        **{"capture_sizes": (4, 8), "num_rounds": 2, **options},
     )
 
 
@@ -44,7 +46,12 @@ def test_captured_strategies_are_bit_equal_and_timed() -> None:
     assert full.break_names == ()
     assert [name.split(".")[-1] for name in breakable.break_names] == ["halve"]
     for strategy in (full, breakable):
-        assert [(entry.num_tokens, entry.padded_size) for entry in strategy.times] == [(3, 4), (4, 4), (7, 8), (8, 8)]
+        assert [(entry.num_tokens, entry.padded_size) for entry in strategy.times] == [
+            (3, 4),
+            (4, 4),
+            (7, 8),
+            (8, 8),
+        ]
         assert all(entry.max_diff_to_padded_eager == 0.0 for entry in strategy.values)
         assert all(len(entry.samples_s) == 2 for entry in strategy.times)
         assert strategy.build is not None
@@ -201,7 +208,11 @@ def test_a_model_that_differs_from_itself_is_not_blamed_on_a_strategy() -> None:
 
 @pytest.mark.parametrize(
     ("model", "what"),
-    [(lambda ids: ids.sum(), r"shape \(\)"), (lambda ids: {"logits": ids}, "dict"), (lambda ids: ids[:2], "shape")],
+    [
+        (lambda ids: ids.sum(), r"shape \(\)"),
+        (lambda ids: {"logits": ids}, "dict"),
+        (lambda ids: ids[:2], "shape"),
+    ],
 )
 def test_a_model_without_a_row_for_each_token_is_refused(model: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):

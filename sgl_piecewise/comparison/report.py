@@ -2,7 +2,7 @@
 
 Records only: nothing here measures or prints. A float that is not finite is held as None, so
 that every report is strict JSON. The layout is versioned by `SCHEMA` and described by
-``data/compare.schema.json``.
+``sgl_piecewise/data/compare.schema.json``.
 """
 
 from __future__ import annotations

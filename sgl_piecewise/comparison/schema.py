@@ -1,6 +1,6 @@
 """The JSON Schema of a report, made from its dataclasses.
 
-``data/compare.schema.json`` is what `schema_text` returned for this version; a test keeps the two
+``sgl_piecewise/data/compare.schema.json`` is what `schema_text` returned for this version; a test keeps the two
 equal, so a change of layout shows in review and asks for a new version.
 """
 

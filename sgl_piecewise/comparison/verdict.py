@@ -14,6 +14,8 @@ from .words import counted, enumerated, in_words_bytes, in_words_s, three_digits
 
 # Host busy for this part of eager's latency: the device waited for launches.
 _LAUNCH_BOUND_SHARE = 0.9
+# Beyond this a paragraph of stretches says less than a count of wins.
+_MOST_STRETCHES = 5
 
 
 def verdict_of(report: ComparisonReport) -> str:
@@ -109,17 +111,33 @@ def fastest_at(report: ComparisonReport, num_tokens: int) -> tuple[str, ...]:
 
 
 def _about_speed(report: ComparisonReport) -> list[str]:
-    """One sentence for each stretch of token counts with the same winners."""
+    """One sentence for each stretch of token counts with the same winners, if those are few."""
     counts = [case.num_tokens for case in report.cases]
+    grouped = groupby(counts, key=lambda count: fastest_at(report, count))
+    stretches = [(winners, list(stretch)) for winners, stretch in grouped if winners]
+    if len(stretches) > _MOST_STRETCHES:
+        return _about_wins(report, stretches)
     sentences = []
-    for winners, stretch in groupby(counts, key=lambda count: fastest_at(report, count)):
-        in_stretch = list(stretch)
-        if not winners:
-            continue
-        first, last = in_stretch[0], in_stretch[-1]
-        where = f"at {first} tokens" if first == last else f"from {first} to {last} tokens"
+    for winners, stretch in stretches:
+        first, last = stretch[0], stretch[-1]
+        where = f"At {first} tokens" if first == last else f"From {first} to {last} tokens"
         what = f"{winners[0]} is fastest" if len(winners) == 1 else f"{enumerated(winners)} are level"
-        sentences.append(f"{where[0].upper()}{where[1:]} {what}{_ratios(report, winners, in_stretch)}.")
+        sentences.append(f"{where} {what}{_ratios(report, winners, stretch)}.")
+    return sentences
+
+
+def _about_wins(report: ComparisonReport, stretches: list[tuple[tuple[str, ...], list[int]]]) -> list[str]:
+    """One sentence for each strategy: how often it wins, and between which token counts."""
+    num_counts = sum(len(stretch) for _, stretch in stretches)
+    sentences = []
+    for strategy in report.strategies:
+        won = [count for winners, stretch in stretches if strategy.strategy in winners for count in stretch]
+        if won:
+            where = f"at {won[0]}" if len(won) == 1 else f"between {won[0]} and {won[-1]}"
+            sentences.append(
+                f"{strategy.strategy} is fastest, or level with the fastest, at {len(won)} of {num_counts} "
+                f"token counts, {where}{_ratios(report, (strategy.strategy,), won)}."
+            )
     return sentences
 
 
