@@ -46,6 +46,7 @@ lint: $(READY)
 format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+	$(PY) scripts/file_tree.py
 
 # mypy and import-linter need the modules laid out by their names: see scripts/named_tree.py.
 types: named

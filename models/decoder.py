@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
 from torch import nn
 from torch.nn.utils import skip_init
+
+from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
 
 from .config import DecoderConfig
 from .rope import RotaryEmbedding, rotate

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, DeviceUnavailableError, nearest
 
 from .config import DecoderConfig

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, nearest
 from torch import nn
+
+from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, nearest
 
 
 class RopeScaling(abc.ABC):

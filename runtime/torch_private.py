@@ -30,11 +30,14 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         alias.set_(raw, tensor.storage_offset(), tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        alias = torch._conj(alias)
-    if tensor.is_neg():
-        alias = torch._neg_view(alias)
-    return alias
+    return with_lazy_bits_of(tensor, alias)
+
+
+def with_lazy_bits_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of ``tensor`` that is lazily conjugated and negated where ``like`` is."""
+    if like.is_conj():
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,31 +43,34 @@ def _children(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     return None
 
 
+# No closures below: one that calls itself is a reference cycle, and would keep leaves (and their graph
+# memory) alive until the next garbage collection, which is off while capturing.
+
+
 def flatten(value: Any) -> tuple[list[Any], Spec]:
     """Splits a nested value into its leaves, depth first, and its structure."""
     leaves: list[Any] = []
-
-    def visit(node: Any) -> Spec:
-        found = _children(node)
-        if found is None:
-            leaves.append(node)
-            return LEAF
-        keys, children = found
-        return Spec(type(node), keys, tuple(visit(child) for child in children))
-
-    return leaves, visit(value)
+    return leaves, _flatten_into(value, leaves)
 
 
-def unflatten(spec: Spec, leaves: list[Any]) -> Any:
+def _flatten_into(node: Any, leaves: list[Any]) -> Spec:
+    found = _children(node)
+    if found is None:
+        leaves.append(node)
+        return LEAF
+    keys, children = found
+    return Spec(type(node), keys, tuple(_flatten_into(child, leaves) for child in children))
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
     """Rebuilds a nested value from new leaves."""
-    iterator = iter(leaves)
+    return _build(spec, iter(leaves))
 
-    def build(node: Spec) -> Any:
-        if node.kind is None:
-            return next(iterator)
-        return _rebuild(node, [build(child) for child in node.children])
 
-    return build(spec)
+def _build(node: Spec, leaves: Iterator[Any]) -> Any:
+    if node.kind is None:
+        return next(leaves)
+    return _rebuild(node, [_build(child, leaves) for child in node.children])
 
 
 def _rebuild(node: Spec, children: list[Any]) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from sgl_piecewise.runtime import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 with open(ROOT / "pyproject.toml", "rb") as _file:
@@ -73,8 +79,14 @@ def test_module_is_found_under_its_installed_name(path: Path) -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_every_module_and_the_data(tmp_path: Path) -> None:
+    """Built from a copy: what an earlier build left in ``build/`` would end up in the wheel."""
+    source = tmp_path / "source"
+    for path in tracked_files():
+        copied = source / path.relative_to(ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copied)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -133,20 +145,29 @@ def named_files(text: str) -> Iterator[str]:
             yield name
 
 
+def is_in_repository(name: str, named_by: Path) -> bool:
+    """Looks from the root and from the folder of the naming file; a bare file name may lie anywhere."""
+    if (ROOT / name).exists() or (named_by.parent / name).exists():
+        return True
+    return "/" not in name and any(path.name == name for path in [*MODULES, *DOCUMENTS])
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=DOCUMENT_IDS)
 def test_files_named_in_documents_exist(document: Path) -> None:
-    """In backquotes, from the root or from the document's own folder."""
     for name in named_files(document.read_text()):
-        exists = (ROOT / name).exists() or (document.parent / name).exists()
-        assert exists, f"{document.relative_to(ROOT)} names {name}, which does not exist"
+        assert is_in_repository(name, document), (
+            f"{document.relative_to(ROOT)} names {name}, which does not exist"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
 def test_files_named_in_module_docstrings_exist(path: Path) -> None:
+    """Paths that begin with one of our folders; others are files of other projects."""
     for name in named_files(ast.get_docstring(ast.parse(path.read_text())) or ""):
-        assert (ROOT / name).exists() or (path.parent / name).exists(), (
-            f"{path.relative_to(ROOT)} names {name}"
-        )
+        if "/" in name and (ROOT / name.split("/")[0]).is_dir():
+            assert is_in_repository(name, path), (
+                f"{path.relative_to(ROOT)} names {name}, which does not exist"
+            )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
@@ -154,6 +175,23 @@ def test_module_says_what_it_holds(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring, f"{path.relative_to(ROOT)} has no docstring"
     assert "placeholder" not in docstring.lower()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=MODULE_IDS)
+def test_public_methods_say_what_they_do(path: Path) -> None:
+    """Themselves, or by the docstring of the method that they override."""
+    if path.name == "__main__.py":
+        return
+    module = importlib.import_module(installed_name(path))
+    for cls in vars(module).values():
+        if not inspect.isclass(cls) or cls.__module__ != module.__name__ or cls.__name__.startswith("_"):
+            continue
+        for name, method in vars(cls).items():
+            if name.startswith("_") or not (inspect.isfunction(method) or isinstance(method, property)):
+                continue
+            assert inspect.getdoc(getattr(cls, name)), (
+                f"{module.__name__}.{cls.__name__}.{name} has no docstring"
+            )
 
 
 # Spellings ---------------------------------------------------------------------------------------
@@ -189,7 +227,10 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
 
 
 def _private_torch_names(tree: ast.AST) -> Iterator[str]:
-    """Yields dotted names under torch with a part that begins with one underscore."""
+    """Yields dotted names under torch with a part that begins with one underscore.
+
+    The base class of dispatch modes is let through: it has kept its name and has no public one.
+    """
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
@@ -199,7 +240,8 @@ def _private_torch_names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             names = [ast.unparse(node)]
         for name in names:
-            if re.match(r"torch(\.\w+)*\._[a-z]", name):
+            is_private = re.match(r"torch(\.\w+)*\._[a-zA-Z]", name)
+            if is_private and name != "torch.utils._python_dispatch.TorchDispatchMode":
                 yield name
 
 
@@ -210,3 +252,60 @@ def test_private_torch_names_stay_in_one_file(path: Path) -> None:
         return
     names = sorted(set(_private_torch_names(ast.parse(path.read_text()))))
     assert not names, f"{path.relative_to(ROOT)} uses {names}: add a function to runtime/torch_private.py"
+
+
+# Examples ----------------------------------------------------------------------------------------
+
+
+def python_blocks(document: str) -> list[str]:
+    """Returns the fenced Python blocks of a document."""
+    return re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+
+
+@pytest.fixture
+def fresh_torch_state() -> Iterator[None]:
+    """Undoes what an example sets for the whole process."""
+    was_enabled = torch.is_grad_enabled()
+    yield
+    torch.set_grad_enabled(was_enabled)
+
+
+def test_readme_example_is_short_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = python_blocks("README.md")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 20
+    exec(compile(example, "README.md", "exec"), {"__name__": "example"})  # noqa: S102
+    description = capsys.readouterr().out
+    assert "break clip_outliers" in description
+
+
+@pytest.mark.usefixtures("fresh_torch_state")
+def test_examples_of_capture_semantics_do_what_they_say() -> None:
+    """A statement that ends in ``# raises X`` raises X, every other one does not raise."""
+    namespace: dict[str, object] = {"__name__": "example"}
+    num_raising = 0
+    for block in python_blocks("docs/capture-semantics.md"):
+        lines = block.splitlines()
+        for statement in ast.parse(block).body:
+            code = compile(ast.Module([statement], []), "docs/capture-semantics.md", "exec")
+            expected = re.search(r"# raises (\w+)$", lines[(statement.end_lineno or 0) - 1])
+            if expected is None:
+                exec(code, namespace)  # noqa: S102
+                continue
+            error = getattr(errors, expected[1])
+            with pytest.raises(error):
+                exec(code, namespace)  # noqa: S102
+            num_raising += 1
+    assert num_raising >= 4
+
+
+def test_file_tree_of_the_readme_is_up_to_date() -> None:
+    """`make format` writes it."""
+    spec = importlib.util.spec_from_file_location("file_tree", ROOT / "scripts" / "file_tree.py")
+    assert spec is not None
+    assert spec.loader is not None
+    file_tree = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file_tree)
+    readme = (ROOT / "README.md").read_text()
+    assert file_tree.updated_readme(readme) == readme, "run `make format`"

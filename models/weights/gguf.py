@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from sgl_piecewise.runtime.errors import CheckpointError
 
 from ..config import DecoderConfig, config_from_gguf

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+
 from sgl_piecewise.runtime.errors import CheckpointError
 
 from ..decoder import Decoder

@@ -410,6 +410,4 @@ def _view(memory: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.
     """Makes a tensor with ``like``'s metadata in ``memory``; it owns the memory's storage."""
     tensor = torch.empty(0, dtype=like.dtype, device=like.device)
     tensor.set_(memory.untyped_storage(), offset_bytes // like.element_size(), like.shape, like.stride())
-    if like.is_conj():
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return torch_private.with_lazy_bits_of(like, tensor)

@@ -1,7 +1,7 @@
 """The JSON Schema of a report, made from its dataclasses.
 
-``sgl_piecewise/data/compare.schema.json`` is what `schema_text` returned for this version; a test keeps the two
-equal, so a change of layout shows in review and asks for a new version.
+``sgl_piecewise/data/compare.schema.json`` is what `schema_text` returned for this version; a test keeps the
+two equal, so a change of layout shows in review and asks for a new version.
 """
 
 from __future__ import annotations
