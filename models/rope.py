@@ -148,7 +148,7 @@ class YarnScaling(RopeScaling):
         first, last = max(first, 0), min(last, 2 * num_frequencies - 1)
         if first == last:
             last += 0.001  # a step, without dividing by zero
-        dimension = torch.arange(num_frequencies, dtype=torch.float32)
+        dimension = torch.arange(num_frequencies, dtype=torch.float32, device=inverse_frequencies.device)
         interpolated = ((dimension - first) / (last - first)).clamp(0, 1)
         return torch.lerp(inverse_frequencies, inverse_frequencies / self.factor, interpolated)
 
@@ -171,7 +171,7 @@ class FrequencyDivisors(RopeScaling):
                 f"rope_freqs.weight holds {len(self.divisors)} divisors, but the head size needs "
                 f"{inverse_frequencies.shape[0]}. The file does not fit its own metadata; convert it again."
             )
-        return inverse_frequencies / torch.tensor(self.divisors, dtype=torch.float32)
+        return inverse_frequencies / inverse_frequencies.new_tensor(self.divisors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,9 +77,7 @@ def tokenizer_from_huggingface(folder: Path) -> Tokenizer | None:
         MissingExtraError: The package tokenizers (or transformers) is not installed.
     """
     if (folder / "tokenizer.json").is_file():
-        tokenizers = import_extra("tokenizers", purpose="read tokenizer.json")
-        read_json(folder / "tokenizer.json")  # tokenizers raises a plain Exception for a damaged file
-        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend = _read_tokenizer_json(folder / "tokenizer.json")
     elif any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
         transformers = import_extra("transformers", purpose="convert an older tokenizer")
         backend = transformers.AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
@@ -129,11 +127,31 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, origin: str) -> Tokenize
             f"{origin}: pre-tokenizer {kind!r} is not supported. {nearest(str(kind), _PRE_TOKENIZERS)} "
             "Use the model's Hugging Face folder, with its tokenizer.json."
         )
-    bos, eos = own.get("bos_token_id"), own.get("eos_token_id")
+    bos, eos = (_token_id(own, key, origin) for key in ("bos_token_id", "eos_token_id"))
     backend = _byte_level_bpe(own, kind, origin)
     if own.get("add_bos_token", kind in _LLAMA3_NAMES) and bos is not None:
         _begin_with(backend, bos)
     return Tokenizer(backend=backend, bos_token_id=bos, eos_token_ids=() if eos is None else (eos,))
+
+
+def _read_tokenizer_json(path: Path) -> Any:
+    """Returns the ``tokenizers.Tokenizer`` of a file."""
+    tokenizers = import_extra("tokenizers", purpose="read tokenizer.json")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as err:
+        raise CheckpointError(f"{path} is damaged or not a tokenizer ({err}). Download it again.") from err
+
+
+def _token_id(own: Mapping[str, Any], key: str, origin: str) -> int | None:
+    """Returns the id of a special token, or None where the file names none."""
+    token_id, num_tokens = own.get(key), len(own.get("tokens", ()))
+    if token_id is not None and token_id >= num_tokens:
+        raise CheckpointError(
+            f"{origin}: {key} is {token_id}, beyond the {num_tokens} tokens of the vocabulary. The file is "
+            "damaged; download it again."
+        )
+    return token_id
 
 
 def _byte_level_bpe(own: Mapping[str, Any], kind: str, origin: str) -> Any:

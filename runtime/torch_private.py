@@ -27,10 +27,18 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     raw = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    with torch.inference_mode(False):
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(raw, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if torch.is_inference_mode_enabled():
+        # An inference tensor could not be written outside inference mode, where replays may run.
+        with torch.inference_mode(False):
+            alias = _over_storage(raw, tensor)
+    else:
+        alias = _over_storage(raw, tensor)
     return with_lazy_bits_of(tensor, alias)
+
+
+def _over_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    return tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
 def with_lazy_bits_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +84,9 @@ def stop_routing_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
 
 
 _SNAPSHOT_KWARGS: dict[str, Any] = (
-    {"include_traces": False} if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters else {}
+    {"include_traces": False}
+    if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
+    else {}
 )
 
 
@@ -124,7 +134,9 @@ def has_python_kernel(func: Any) -> bool:
     overload = func._overloadname
     names = (name, f"{name}.{overload}") if overload != "default" else (name,)
     return any(
-        f"{full}/{key}" in torch.library._impls for full in names for key in ("CPU", "CompositeExplicitAutograd")
+        f"{full}/{key}" in torch.library._impls
+        for full in names
+        for key in ("CPU", "CompositeExplicitAutograd")
     )
 
 

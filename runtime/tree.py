@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -29,6 +31,9 @@ class Spec:
 
 
 LEAF = Spec(None)
+
+# Seen without asking whether they are containers; every other type is asked.
+_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
 def _children(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -49,11 +54,16 @@ def _children(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
     """Splits a nested value into its leaves, depth first, and its structure."""
+    if type(value) in _PLAIN_LEAVES:
+        return [value], LEAF
     leaves: list[Any] = []
     return leaves, _flatten_into(value, leaves)
 
 
 def _flatten_into(node: Any, leaves: list[Any]) -> Spec:
+    if type(node) in _PLAIN_LEAVES:
+        leaves.append(node)
+        return LEAF
     found = _children(node)
     if found is None:
         leaves.append(node)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError
@@ -85,7 +86,7 @@ def open_gguf(path: Path) -> GgufFile:
             "folder of a Hugging Face checkpoint."
         )
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _plain_array_reader(gguf)(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     # What a cut or overwritten file makes the reader do depends on where it was cut.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as err:
@@ -129,6 +130,25 @@ def load_gguf(file: GgufFile, *, device: torch.device | str, dtype: torch.dtype)
         is_ignored=lambda name: name == _ROPE_DIVISORS,
     )
     return model
+
+
+def _plain_array_reader(gguf: Any) -> Any:
+    """Returns gguf's reader class, made to slice plain arrays.
+
+    It slices the mapped file some hundred thousand times, and numpy spends most of that time on
+    keeping each slice a ``memmap``: a vocabulary of 49,000 tokens takes 3.3 seconds, plain 1.3.
+    """
+
+    class PlainArrayReader(gguf.GGUFReader):
+        @property
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return PlainArrayReader
 
 
 def _gguf_name(checkpoint_name: str) -> str:

@@ -309,9 +309,7 @@ def place_result(
             members = tuple(
                 (index, source.data_ptr() - origin) for index, source in zip(indices, sources, strict=True)
             )
-            shared.append(
-                SharedMemory(members=members, target=torch_private.alias_without_owning(memory))
-            )
+            shared.append(SharedMemory(members=members, target=torch_private.alias_without_owning(memory)))
     done = [plan for plan in plans if plan is not None]
     outputs = BreakOutputs(mark_name, where, spec, done, shared)
     return PlacedResult(result=tree.unflatten(spec, placed), outputs=outputs, copied=copied)
@@ -361,6 +359,8 @@ def _refuse_unusable(leaf: torch.Tensor, path: str, mark_name: str, where: str) 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two indices of the tensor may name one element (expanded or overlapping strides)."""
+    if tensor.is_contiguous():
+        return False
     expected = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -402,6 +402,8 @@ def _bytes(tensor: torch.Tensor, address: int, num_bytes: int) -> torch.Tensor:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

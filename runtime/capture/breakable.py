@@ -94,9 +94,7 @@ class BreakableCUDAGraphCapture:
         static_tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         if not isinstance(cuda_graph, BreakableCUDAGraph):
-            raise ConfigError(
-                f"cuda_graph must be a BreakableCUDAGraph, got {type(cuda_graph).__name__}."
-            )
+            raise ConfigError(f"cuda_graph must be a BreakableCUDAGraph, got {type(cuda_graph).__name__}.")
         self._cuda_graph = cuda_graph
         self._session = CaptureSession(
             _pool_for(pool, stream, device, capture_error_mode),

@@ -8,6 +8,7 @@ reason that is counted. This module must not know of models or of compilers: it 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -175,6 +176,8 @@ class CapturedCallable:
             if self._sizes is not None:
                 with clock.phase("learn_output_shapes"):
                     self._learn_from_one_more_size()
+            with clock.phase("make_ready"):
+                self._make_all_ready(built)
             with clock.phase("wait_for_device"):
                 device.synchronize()
         except BaseException:
@@ -210,9 +213,7 @@ class CapturedCallable:
                 recording = self._capture(key, launched)
             self.recordings[key] = recording
         except torch.OutOfMemoryError as out_of_memory:
-            error = f"out of memory: {str(out_of_memory).splitlines()[0]}"
-            _logger.warning("%s: no graph for %s, it will run eager (%s)", self, key, error)
-            device.release_cached_memory()
+            error = self._report_out_of_memory(key, out_of_memory)
         used_now, reserved_now = device.used_bytes(), device.allocator_reserved_bytes()
         driver = None if used is None or used_now is None else (used_now - used) - (reserved_now - reserved)
         entry = SizeBuild(
@@ -227,10 +228,31 @@ class CapturedCallable:
         )
         return entry, launched
 
-    def _warm_up(self, size: int | None, num_warm_ups: int) -> list[MarkedFunction]:
-        """Runs the forward on the capture stream and waits for it; returns the marks it met.
+    def _make_all_ready(self, built: list[SizeBuild]) -> None:
+        """Waits for graphs that are made launchable in the background; drops what has no room."""
+        for index, entry in enumerate(built):
+            key = ShapeKey(size=entry.size)
+            if key not in self.recordings:
+                continue
+            try:
+                self.recordings[key].make_ready()
+            except torch.OutOfMemoryError as out_of_memory:
+                self.recordings.pop(key).reset()
+                built[index] = dataclasses.replace(
+                    entry, error=self._report_out_of_memory(key, out_of_memory)
+                )
 
-        The wait keeps work of the warm-up from overlapping the capture (`sglang#34286`).
+    def _report_out_of_memory(self, key: ShapeKey, error: torch.OutOfMemoryError) -> str:
+        reason = f"out of memory: {str(error).splitlines()[0]}"
+        _logger.warning("%s: no graph for %s, it will run eager (%s)", self, key, reason)
+        self.pool.device.release_cached_memory()
+        return reason
+
+    def _warm_up(self, size: int | None, num_warm_ups: int) -> list[MarkedFunction]:
+        """Runs the forward on the capture stream; returns the marks it met.
+
+        Nothing waits for the device here: captured work runs later on the same stream, and meanwhile
+        the device works while the host captures (`sglang#34286` needs a wait for its several streams).
         """
         observer = _MarkObserver()
         args, kwargs = self._inputs.views(size)
@@ -244,7 +266,6 @@ class CapturedCallable:
                 if size is not None:
                     self._cut.learn(size, outputs)
                 del outputs
-        self.pool.device.synchronize()
         return observer.marks
 
     def _capture(self, key: ShapeKey, launch_segments: bool) -> Recording:
@@ -395,7 +416,9 @@ def _device_for(
             )
         found = graph_device_for(next(iter(accelerators), torch.device("cpu")))
     if pool is not None and pool.device.torch_device != found.torch_device:
-        raise ConfigError(f"The pool is on {pool.device.torch_device}, but the capture is on {found.torch_device}.")
+        raise ConfigError(
+            f"The pool is on {pool.device.torch_device}, but the capture is on {found.torch_device}."
+        )
     return found
 
 

@@ -77,9 +77,7 @@ class StreamTracker:
         captured = self._is_recording and self._is_in_capture(stream)
         event._sgl_piecewise_origin = _Origin(self, self._serial, stream, captured)  # type: ignore[attr-defined]
 
-    def on_wait(
-        self, event: torch.cuda.Event, stream: torch.cuda.Stream, wait: Callable[[], None]
-    ) -> None:
+    def on_wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream, wait: Callable[[], None]) -> None:
         """Handles ``stream`` waiting for ``event``; ``wait`` is the wait itself."""
         if not self._is_recording:
             wait()
@@ -124,7 +122,7 @@ def _name(stream: torch.cuda.Stream) -> str:
 
 _TRACKER: ContextVar[StreamTracker | None] = ContextVar("sgl_piecewise_stream_tracker", default=None)
 _install_lock = threading.Lock()
-_num_installed = 0
+_open_watches: list[StreamTracker] = []
 _original_record = torch.cuda.Event.record
 _original_wait = torch.cuda.Event.wait
 
@@ -151,19 +149,18 @@ def _wait(self: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> No
 @contextlib.contextmanager
 def watch_streams(tracker: StreamTracker) -> Iterator[None]:
     """Sends this thread's event records and waits through ``tracker`` for the block."""
-    global _num_installed
     with _install_lock:
-        if _num_installed == 0:
+        if not _open_watches:
             torch.cuda.Event.record = _record  # type: ignore[method-assign,assignment]
             torch.cuda.Event.wait = _wait  # type: ignore[method-assign,assignment]
-        _num_installed += 1
+        _open_watches.append(tracker)
     token = _TRACKER.set(tracker)
     try:
         yield
     finally:
         _TRACKER.reset(token)
         with _install_lock:
-            _num_installed -= 1
-            if _num_installed == 0:
+            _open_watches.remove(tracker)
+            if not _open_watches:
                 torch.cuda.Event.record = _original_record  # type: ignore[method-assign]
                 torch.cuda.Event.wait = _original_wait  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,18 @@ class DeviceGraph(abc.ABC):
     @abc.abstractmethod
     def replay(self) -> None:
         """Executes the recorded work on the current stream."""
+
+    def launcher(self) -> Callable[[], None]:
+        """Returns what does the same as ``replay``, at the least cost, once the graph is ready."""
+        return self.replay
+
+    def wait_until_ready(self) -> None:
+        """Waits until ``replay`` can launch, where ``end`` left work to another thread.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for the graph.
+        """
+        return
 
     @abc.abstractmethod
     def reset(self) -> None:

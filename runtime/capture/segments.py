@@ -33,7 +33,7 @@ class GraphSegment:
 
     def bind(self) -> Callable[[], None] | None:
         """Returns what replay calls, or None if the graph holds no work."""
-        return None if self.graph.num_ops == 0 else self.graph.replay
+        return None if self.graph.num_ops == 0 else self.graph.launcher()
 
 
 class FrozenArguments:

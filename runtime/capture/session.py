@@ -82,8 +82,8 @@ class CaptureSession:
         Raises:
             CaptureError: A tensor among them records autograd history.
         """
-        for leaf in tree.flatten(outputs)[0]:
-            _refuse_grad(leaf, "an output of the captured function")
+        if torch.is_grad_enabled():
+            _refuse_grad(outputs, "an output of the captured function")
         self._outputs = outputs
 
     def __enter__(self) -> CaptureSession:
@@ -130,8 +130,8 @@ class CaptureSession:
         if self.mode == "full":
             return mark.fn(*args, **kwargs)
         where = f"{self.key}, break {sum(isinstance(s, EagerSegment) for s in self._segments)}"
-        for leaf in tree.flatten((args, kwargs))[0]:
-            _refuse_grad(leaf, f"an argument of break {mark.name!r} ({where})")
+        if torch.is_grad_enabled():
+            _refuse_grad((args, kwargs), f"an argument of break {mark.name!r} ({where})")
         self._end_segment()
         frozen = FrozenArguments(args, kwargs, self.pool)
         watch = ContainerWatch(args, kwargs)
@@ -237,8 +237,8 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse_grad(leaf: Any, what: str) -> None:
-    if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+def _refuse_grad(value: Any, what: str) -> None:
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree.flatten(value)[0]):
         raise CaptureError(
             f"Autograd is recording while capturing: {what} requires grad. Graphs hold no autograd history; "
             "capture under `with torch.inference_mode():` or `torch.no_grad()`."

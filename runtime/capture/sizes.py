@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,11 +45,13 @@ def validate_capture_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
             raise ConfigError(f"capture_sizes holds {size!r}; sizes are integers.")
         if size < 1:
             raise ConfigError(f"capture_sizes holds {size}; every size must be at least 1.")
-    for smaller, larger in zip(given, given[1:], strict=False):
+    for smaller, larger in itertools.pairwise(given):
         if smaller == larger:
             raise ConfigError(f"capture_sizes holds {smaller} more than once; name each size once.")
         if smaller > larger:
-            raise ConfigError(f"capture_sizes must ascend, but {larger} stands after {smaller}. Sort the list.")
+            raise ConfigError(
+                f"capture_sizes must ascend, but {larger} stands after {smaller}. Sort the list."
+            )
     return tuple(given)
 
 

@@ -55,7 +55,9 @@ class ArgumentBinder:
         self.num_args = len(args)
         self.kwarg_names = tuple(kwargs)
 
-    def canonical(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def canonical(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns positional and keyword arguments as the function will get them.
 
         However a parameter was passed, it stands in the same place: positional where it can be.
@@ -122,7 +124,9 @@ class StaticInputs:
         for option, given in (("dynamic_dims", dynamic_dims), ("pad_values", pad_values)):
             for path in given or {}:
                 if path not in paths:
-                    raise ConfigError(f"{option} names {path!r}, which is no argument. {nearest(path, paths)}")
+                    raise ConfigError(
+                        f"{option} names {path!r}, which is no argument. {nearest(path, paths)}"
+                    )
         self.leaves = [
             self._make_leaf(path, value, dynamic_dims, (pad_values or {}).get(path, 0))
             for path, value in zip(paths, values, strict=True)
@@ -142,7 +146,9 @@ class StaticInputs:
         if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
             return InputLeaf(path=path, value=value.clone() if isinstance(value, torch.Tensor) else value)
         if value.layout is not torch.strided:
-            raise ConfigError(f"Argument {path} has layout {value.layout}; only strided tensors can be captured.")
+            raise ConfigError(
+                f"Argument {path} has layout {value.layout}; only strided tensors can be captured."
+            )
         dim = self._dynamic_dim(path, value, dynamic_dims)
         return InputLeaf(
             path=path,
@@ -226,7 +232,12 @@ class StaticInputs:
         for leaf, value, view in zip(self.leaves, values, self._leaf_views(padded_size), strict=True):
             if leaf.buffer is None:
                 continue
-            if leaf.dynamic_dim is None or real_size is None or padded_size is None or real_size == padded_size:
+            if (
+                leaf.dynamic_dim is None
+                or real_size is None
+                or padded_size is None
+                or real_size == padded_size
+            ):
                 if value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                 continue
@@ -292,10 +303,13 @@ def _check_leaf(leaf: InputLeaf, value: Any) -> int | None:
             )
         return None
     if not isinstance(value, torch.Tensor):
-        raise InputMismatchError(f"Argument {leaf.path} is a {type(value).__name__}, but was a tensor at capture.")
+        raise InputMismatchError(
+            f"Argument {leaf.path} is a {type(value).__name__}, but was a tensor at capture."
+        )
     if value.dtype != leaf.dtype or value.device != leaf.device:
         raise InputMismatchError(
-            f"Argument {leaf.path} is {value.dtype} on {value.device}, but was {leaf.dtype} on {leaf.device} at capture."
+            f"Argument {leaf.path} is {value.dtype} on {value.device}, "
+            f"but was {leaf.dtype} on {leaf.device} at capture."
         )
     if value.shape == leaf.shape:
         return None if leaf.dynamic_dim is None else value.shape[leaf.dynamic_dim]

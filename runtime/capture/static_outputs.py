@@ -62,7 +62,9 @@ class OutputCut:
         changing = [dim for dim in range(len(known[0])) if len({shape[dim] for shape in known}) > 1]
         if not changing:
             return None
-        if len(changing) > 1 or any(shape[changing[0]] != size for size, shape in zip(sizes, known, strict=True)):
+        if len(changing) > 1 or any(
+            shape[changing[0]] != size for size, shape in zip(sizes, known, strict=True)
+        ):
             self.can_cut = False
             return None
         return changing[0]
@@ -79,5 +81,3 @@ class OutputCut:
             real = leaf if dim is None or real_size is None else leaf.narrow(dim, 0, real_size)
             cut.append(real.clone() if copy else real)
         return tree.unflatten(spec, cut)
-
-

@@ -239,9 +239,7 @@ class Recorder(TorchDispatchMode):
             targets.append((members[0], recording.alias(outputs[members[0]])))
         return targets
 
-    def _move_grown(
-        self, recording: Recording, written: list[torch.Tensor], addresses: list[int]
-    ) -> None:
+    def _move_grown(self, recording: Recording, written: list[torch.Tensor], addresses: list[int]) -> None:
         """Moves ``out=`` arguments that the operator had to allocate into the pool."""
         for tensor, address in zip(written, addresses, strict=True):
             if tensor.untyped_storage().data_ptr() != address:
@@ -256,9 +254,7 @@ class Recorder(TorchDispatchMode):
             tensor.set_(target, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _allocate(self, recording: Recording, num_bytes: int, is_bool: bool) -> torch.UntypedStorage:
-        return self.arena.allocate(
-            num_bytes, stream=CAPTURE_STREAM, is_bool=is_bool, epoch=recording.epoch
-        )
+        return self.arena.allocate(num_bytes, stream=CAPTURE_STREAM, is_bool=is_bool, epoch=recording.epoch)
 
 
 def _alias_kwargs(recording: Recording, kwargs: dict[str, Any]) -> dict[str, Any]:
