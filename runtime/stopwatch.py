@@ -42,7 +42,6 @@ class WallStopwatch(Stopwatch):
     """Times calls that are done when they return."""
 
     def measure(self, call: Callable[[], Any]) -> Sample:
-        """See the base class."""
         begin = time.perf_counter()
         result = call()
         latency_s = time.perf_counter() - begin
@@ -60,7 +59,6 @@ class CudaStopwatch(Stopwatch):
             self._end = torch.cuda.Event(enable_timing=True)
 
     def measure(self, call: Callable[[], Any]) -> Sample:
-        """See the base class."""
         stream = torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         self._begin.record(stream)

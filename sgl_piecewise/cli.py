@@ -137,10 +137,10 @@ def compare(
         )
         with _progress_bar() as on_progress:
             report = compare_language_model(request, options, on_progress)
-        print_report(report, Console())
         if json is not None:
             write_report(report, json)
             Console(stderr=True).print(Text(f"Wrote {json}"))
+        print_report(report, Console())
     if report.has_failed:
         raise typer.Exit(EXIT_WRONG)
 

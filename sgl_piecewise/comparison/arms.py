@@ -86,7 +86,6 @@ class EagerArm(Arm):
         """Nothing to build."""
 
     def run(self, *arguments: Any) -> torch.Tensor:
-        """See the base class."""
         return self._model(*arguments)
 
     def padded_size(self, num_tokens: int) -> int:
@@ -118,7 +117,6 @@ class CapturedArm(Arm):
         self._built: CapturedCallable | None = None
 
     def build(self, on_progress: Progress) -> BuildRecord:
-        """See the base class."""
         self._built = capture(
             self._setup.model,
             self._setup.example,
@@ -143,21 +141,17 @@ class CapturedArm(Arm):
         return self._built
 
     def run(self, *arguments: Any) -> torch.Tensor:
-        """See the base class."""
         result: torch.Tensor = self._captured(*arguments)
         return result
 
     def padded_size(self, num_tokens: int) -> int | None:
-        """See the base class."""
         size = self._captured.padded_size(num_tokens)
         return size if ShapeKey(size=size) in self._captured.recordings else None
 
     def fallbacks(self) -> dict[str, int]:
-        """See the base class."""
         return dict(self._captured.fallbacks)
 
     def memory(self) -> GraphMemory:
-        """See the base class."""
         built = [size for size in self._record.sizes if size.error is None]
         driver_bytes = [size.driver_bytes for size in built if size.driver_bytes is not None]
         return GraphMemory(
@@ -168,12 +162,10 @@ class CapturedArm(Arm):
 
     @property
     def break_names(self) -> tuple[str, ...]:
-        """See the base class."""
         recordings = list(self._captured.recordings.values())
         return tuple(recordings[0].break_names) if recordings else ()
 
     def close(self) -> None:
-        """See the base class."""
         if self._built is not None:
             self._built.reset()
             self._built = None

@@ -231,8 +231,8 @@ def _first_capture_s(device: GraphDevice, stopwatch: Stopwatch) -> float:
 
 @contextlib.contextmanager
 def _forwards(context: ForwardContext | None) -> Iterator[None]:
-    """Every run of a comparison: without autograd, and under one forward context."""
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    """Every run of a comparison: in inference mode, as servers run, and under one forward context."""
+    with torch.inference_mode(), contextlib.ExitStack() as stack:
         if context is not None:
             stack.enter_context(use_forward_context(context))
         yield

@@ -210,7 +210,7 @@ def _latency(strategy: StrategyReport, num_tokens: int, has_wide_cells: bool) ->
     if times.ratio_to_eager is None:
         return latency
     ratio = times.ratio_to_eager
-    interval = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    interval = f"{three_digits(ratio.value)} [{three_digits(ratio.low)}, {three_digits(ratio.high)}]"
     return f"{latency:>16} {interval:>19}" if has_wide_cells else f"{latency}\n{interval}"
 
 
