@@ -73,7 +73,9 @@ def stop_routing_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
 
 
 _SNAPSHOT_KWARGS: dict[str, Any] = (
-    {"include_traces": False} if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters else {}
+    {"include_traces": False}
+    if "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters
+    else {}
 )
 
 
@@ -121,7 +123,9 @@ def has_python_kernel(func: Any) -> bool:
     overload = func._overloadname
     names = (name, f"{name}.{overload}") if overload != "default" else (name,)
     return any(
-        f"{full}/{key}" in torch.library._impls for full in names for key in ("CPU", "CompositeExplicitAutograd")
+        f"{full}/{key}" in torch.library._impls
+        for full in names
+        for key in ("CPU", "CompositeExplicitAutograd")
     )
 
 

@@ -15,7 +15,7 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -130,8 +130,15 @@ class Arena:
         weakref.finalize(buffer, self._died.append, block).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
-    def drain(self) -> list[Block]:
-        """Makes the blocks whose storages died free again and returns them, oldest first."""
+    def drain(self, keep: Collection[int] = ()) -> list[Block]:
+        """Makes the blocks whose storages died free again.
+
+        Args:
+            keep: Addresses of blocks that must not be handed out yet; `give_free` them later.
+
+        Returns:
+            All blocks that died since the last call, oldest first.
+        """
         if not self._died:
             return []
         blocks = []
@@ -139,9 +146,15 @@ class Arena:
             while self._died:
                 block = self._died.popleft()
                 del self._live[block.address]
-                self._give_free(block)
+                if block.address not in keep:
+                    self._give_free(block)
                 blocks.append(block)
         return blocks
+
+    def give_free(self, block: Block) -> None:
+        """Lets a block be handed out that `drain` kept."""
+        with self._lock:
+            self._give_free(block)
 
     def _take_free(self, num_bytes: int, stream: int) -> int | None:
         """First fit among the stream's free ranges."""

@@ -17,6 +17,7 @@ from .arena import Arena, rounded_bytes
 from .graph import EmulatedGraph
 from .recorder import Recorder
 from .streams import CAPTURE_STREAM
+from .torch_streams import STREAM_PATCHES, StreamNames, StreamWatch
 
 _SCOPES = threading.local()
 
@@ -33,6 +34,7 @@ class EmulatedPool(GraphPool):
         self.arena = Arena(device.reserve)
         self._recorder: Recorder | None = None
         self._thread: int | None = None
+        self._stream_names = StreamNames()
 
     @contextlib.contextmanager
     def _ordered_after_last_use(self) -> Iterator[None]:
@@ -46,11 +48,13 @@ class EmulatedPool(GraphPool):
                 "Capture inside capture: this thread, or this pool, is capturing already. Finish the outer "
                 "capture first, or call the inner callable without capturing it."
             )
-        recorder = Recorder(self.arena)
+        streams = StreamWatch(self._stream_names)
+        recorder = Recorder(self.arena, streams)
         recorder.forget_frees()
         _SCOPES.is_open = True
         self._recorder, self._thread = recorder, threading.get_ident()
         try:
+            STREAM_PATCHES.watch(streams)
             with recorder:
                 yield
         finally:
@@ -58,6 +62,7 @@ class EmulatedPool(GraphPool):
                 recorder.abort()
                 recorder.forget_frees()
             finally:
+                STREAM_PATCHES.unwatch()
                 self._recorder = self._thread = None
                 _SCOPES.is_open = False
 

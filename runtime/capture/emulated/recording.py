@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ... import torch_private
-from ...errors import CaptureForbiddenError, ReplayError
+from ...errors import CaptureError, ReplayError
 from . import arena as arena_module
 from .arena import Arena, Block
 from .streams import CAPTURE_STREAM, StreamOrder
@@ -48,6 +48,8 @@ class Recording:
         memory: Undoes writes to memory from before.
         generators: Undoes draws.
         epoch: Serial number; blocks allocated here carry it.
+        kept: Blocks that died and must not be handed out before the graph's end.
+        shared: Addresses of blocks that another stream uses too (``Tensor.record_stream``).
         error: What invalidated the recording, if something did.
     """
 
@@ -57,7 +59,14 @@ class Recording:
     memory: MemoryUndo = field(default_factory=MemoryUndo)
     generators: GeneratorUndo = field(default_factory=GeneratorUndo)
     epoch: int = field(default_factory=_EPOCHS.__next__)
-    error: CaptureForbiddenError | None = None
+    kept: list[Block] = field(default_factory=list)
+    shared: set[int] = field(default_factory=set)
+    error: CaptureError | None = None
+
+    def invalidate(self, error: CaptureError) -> CaptureError:
+        """Notes what makes this recording worthless, even if captured code swallows the error."""
+        self.error = self.error or error
+        return error
 
     def add(
         self, name: str | None, run: Callable[[], None], stream: int, *, draws_random: bool = False
@@ -82,12 +91,31 @@ class Recording:
         run()
         self.add(None, run, stream)
 
+    def share(self, tensor: torch.Tensor, stream: int) -> None:
+        """Notes that ``stream`` uses a block of another stream: it is not free before the graph's end."""
+        block = self.arena.live_block(tensor.untyped_storage().data_ptr())
+        if block is not None and block.stream != stream:
+            self.shared.add(block.address)
+
     def save(self, tensor: torch.Tensor) -> None:
         """Keeps what the tensor's storage holds before a write, unless it was made in this recording."""
         storage = tensor.untyped_storage()
         block = self.arena.live_block(storage.data_ptr())
         if block is None or block.epoch != self.epoch:
             self.memory.save(storage)
+
+    def join(self) -> list[int]:
+        """Joins all streams at the graph's end, when blocks used by several of them become free.
+
+        Returns:
+            The streams that captured code had forked and not joined.
+        """
+        unjoined = self.order.join_all()
+        for block in self.kept:
+            self.add_poison_range(block.address, block.num_bytes, block.is_bool, CAPTURE_STREAM)
+            self.arena.give_free(block)
+        self.kept.clear()
+        return unjoined
 
     def undo(self) -> None:
         """Makes memory and generators as if nothing had been executed."""

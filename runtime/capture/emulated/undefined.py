@@ -15,9 +15,7 @@ import torch
 _HARMLESS = ((0.5, 0), (0.5, 1))
 
 
-def run_on_defined_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
-) -> Any:
+def run_on_defined_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Runs ``func`` on stand-ins of its tensors.
 
     Args:
