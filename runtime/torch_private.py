@@ -85,11 +85,20 @@ def pool_segments(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
     return [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool_id)]
 
 
+# Operators that write arguments which their schemas do not say they write: running statistics.
+_UNDECLARED_WRITES = {
+    name: ("running_mean", "running_var")
+    for name in ("aten::native_batch_norm", "aten::_batch_norm_impl_index", "aten::cudnn_batch_norm")
+}
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Lists the tensor arguments that an operator call writes to, by its schema."""
+    """Lists the tensor arguments that an operator call writes to, by its schema and known omissions."""
     written: list[torch.Tensor] = []
+    undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_declared and argument.name not in undeclared:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         values = value if isinstance(value, list | tuple) else (value,)
@@ -149,3 +158,16 @@ def is_higher_order(func: Any) -> bool:
 def is_compiling_now() -> bool:
     """Tells whether this thread is inside Dynamo's or a backend's compilation."""
     return torch._guards.CompileContext.try_get() is not None
+
+
+def compiled_graph_types() -> list[type]:
+    """Returns the classes whose calls run code made by Inductor, which does not dispatch."""
+    from torch._inductor import output_code  # Takes a second to import, so only when needed.
+
+    return [output_code.CompiledFxGraph, output_code.CompiledAOTI]
+
+
+def mutated_inputs(compiled: Any) -> set[int] | None:
+    """Returns which inputs one of `compiled_graph_types` writes, or None where it does not say."""
+    indices = getattr(compiled, "mutated_input_idxs", None)
+    return None if indices is None else set(indices)

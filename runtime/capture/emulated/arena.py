@@ -63,6 +63,12 @@ def poison_range(address: int, num_bytes: int, is_bool: bool) -> None:
     torch.frombuffer(memory, dtype=torch.int32).fill_(_POISON)
 
 
+def holds_poison(tensor: torch.Tensor) -> bool:
+    """Tells whether an int32 or int64 tensor has an element that was poisoned and not written since."""
+    poison = _POISON if tensor.dtype is torch.int32 else _POISON << 32 | _POISON
+    return bool((tensor == poison).any())
+
+
 class Arena:
     """The memory of one pool.
 

@@ -15,6 +15,7 @@ from ..device import DeviceGraph, GraphDevice, GraphPool, PoolMemory
 from . import arena as arena_module
 from .arena import Arena, rounded_bytes
 from .graph import EmulatedGraph
+from .opaque import compiled_code_patches
 from .recorder import Recorder
 from .streams import CAPTURE_STREAM
 from .torch_streams import STREAM_PATCHES, StreamNames, StreamWatch
@@ -55,6 +56,7 @@ class EmulatedPool(GraphPool):
         self._recorder, self._thread = recorder, threading.get_ident()
         try:
             STREAM_PATCHES.watch(streams)
+            compiled_code_patches().watch(recorder)
             with recorder:
                 yield
         finally:
@@ -62,6 +64,7 @@ class EmulatedPool(GraphPool):
                 recorder.abort()
                 recorder.forget_frees()
             finally:
+                compiled_code_patches().unwatch()
                 STREAM_PATCHES.unwatch()
                 self._recorder = self._thread = None
                 _SCOPES.is_open = False

@@ -51,6 +51,10 @@ class ThreadPatches:
             if self._watchers.pop(threading.get_ident(), None) is not None and not self._watchers:
                 self._uninstall()
 
+    def watcher(self) -> Any:
+        """Returns this thread's watcher, or None."""
+        return self._watchers.get(threading.get_ident())
+
     def _install(self) -> None:
         for patch in self._patches:
             self._undo.append(_undo_of(patch.owner, patch.name))

@@ -8,7 +8,7 @@ how a recording is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .recording import Recording, replayed, tensors_in
 from .refusals import REFUSALS
 from .streams import CAPTURE_STREAM, StreamOrder
 from .torch_streams import StreamWatch
-from .undefined import run_on_defined_values
+from .undefined import StandIns, run_on_defined_values
 
 _EMPTY = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -225,6 +225,55 @@ class Recorder(TorchDispatchMode):
             recording.add(str(func), run, stream, draws_random=draws)
         return result
 
+    def record_opaque(
+        self,
+        call: Callable[[list[Any]], Any],
+        inputs: list[Any],
+        name: str,
+        mutated: Collection[int] | None,
+    ) -> Any:
+        """Records code that does not dispatch; see `opaque.record_opaque`."""
+        recording = self.recording
+        if recording is None:
+            return call(inputs)
+        with torch_private.without_dispatch_modes():
+            self.drain()
+            stream = self._streams.stream_of_work(recording)
+            for index, value in enumerate(inputs):
+                if mutated is None or index in mutated:
+                    for tensor in tensors_in(value):
+                        recording.save(tensor)
+            recording.generators.check(torch.default_generator)
+            kept = recording.alias(list(inputs))
+            stand_ins = StandIns(0.5, 0, only_poisoned_integers=True)
+            self._opaque = name
+            try:
+                result = stand_ins.take_back(call(stand_ins.put(list(inputs))))
+            finally:
+                self._opaque = None
+            draws = recording.generators.note_draw(torch.default_generator)
+            result, targets = self._copy_fresh(recording, result, tensors_in(inputs), stream)
+            run = replayed(name, lambda: call(list(kept)), (), {}, targets)
+            recording.add(name, run, stream, draws_random=draws)
+        return result
+
+    def _copy_fresh(
+        self, recording: Recording, result: Any, inputs: list[torch.Tensor], stream: int
+    ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
+        """As `_move_fresh`, with new tensor objects: compiled code may keep what it returns."""
+        originals = tensors_in(result)
+        fresh = {id(tensor): torch.empty(0, dtype=tensor.dtype) for tensor in originals}
+        known = {torch_private.storage_key(tensor) for tensor in inputs}
+        for tensor in originals:
+            copy = fresh[id(tensor)]
+            if torch_private.storage_key(tensor) in known:
+                fresh[id(tensor)] = tensor
+            else:
+                copy.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        copies = [fresh[id(tensor)] for tensor in originals]
+        targets = self._move_fresh(recording, "compiled code", copies, inputs, stream)
+        return _replace(result, iter(copies)), targets
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator; if the values refuse it, on other values: a recording has no values."""
         try:
@@ -283,6 +332,15 @@ class Recorder(TorchDispatchMode):
         self, recording: Recording, num_bytes: int, is_bool: bool, stream: int
     ) -> torch.UntypedStorage:
         return self.arena.allocate(num_bytes, stream=stream, is_bool=is_bool, epoch=recording.epoch)
+
+
+def _replace(result: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Puts other tensors into a result, in the order of `tensors_in`."""
+    if isinstance(result, torch.Tensor):
+        return next(tensors)
+    if isinstance(result, list | tuple):
+        return type(result)(_replace(item, tensors) for item in result)
+    return result
 
 
 def _alias_kwargs(recording: Recording, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,19 @@ def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     elif name == "aten::histc":
         if _argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"):
             raise forbidden(str(func), _HOST_SYNC, "Give min= and max=, or put it into a marked function.")
+    elif name == "aten::normal":
+        if isinstance(_argument(func, args, kwargs, "std"), torch.Tensor):
+            raise forbidden(
+                str(func), f"it checks std on the host; {_HOST_SYNC}", "Scale torch.randn instead."
+            )
+    elif name == "aten::multinomial":
+        if args[1] == 1 or not _argument(func, args, kwargs, "replacement"):
+            raise forbidden(
+                str(func),
+                f"it checks the probabilities on the host; {_HOST_SYNC}",
+                "Use (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1), or a function "
+                "marked @eager_on_graph.",
+            )
     elif torch.Tag.data_dependent_output in tags:
         raise forbidden(str(func), _HOST_SYNC)
     elif torch.Tag.dynamic_output_shape in tags:
