@@ -140,7 +140,7 @@ def has_python_kernel(func: Any) -> bool:
 
 def call_cpu_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator's CPU kernel below all dispatch modes; what it calls is dispatched."""
-    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def higher_order_cpu_kernel(func: Any) -> Any | None:

@@ -128,10 +128,7 @@ class Recorder(TorchDispatchMode):
             self._freed_between.extend(self.arena.drain())
             return
         for block in self.arena.drain(keep=recording.shared):
-            if block.address in recording.shared:
-                recording.kept.append(block)
-            else:
-                recording.add_poison(block)
+            recording.add_free(block)
 
     def _still_free(self, blocks: Iterable[Block]) -> list[tuple[int, int, bool]]:
         """Cuts what was handed out again out of freed blocks."""
@@ -219,7 +216,7 @@ class Recorder(TorchDispatchMode):
             for _, alias in targets:
                 block = self.arena.live_block(alias.untyped_storage().data_ptr())
                 if block is not None:
-                    recording.add_poison(block)
+                    recording.add_poison(block, stream)
         elif targets or written:
             run = replayed(str(func), func, recording.alias(args), _alias_kwargs(recording, kwargs), targets)
             recording.add(str(func), run, stream, draws_random=draws)
@@ -247,9 +244,11 @@ class Recorder(TorchDispatchMode):
             kept = recording.alias(list(inputs))
             stand_ins = StandIns(0.5, 0, only_poisoned_integers=True)
             self._opaque = name
+            REFUSALS.unwatch()
             try:
                 result = stand_ins.take_back(call(stand_ins.put(list(inputs))))
             finally:
+                REFUSALS.watch(recording)
                 self._opaque = None
             draws = recording.generators.note_draw(torch.default_generator)
             result, targets = self._copy_fresh(recording, result, tensors_in(inputs), stream)
@@ -331,6 +330,7 @@ class Recorder(TorchDispatchMode):
     def _allocate(
         self, recording: Recording, num_bytes: int, is_bool: bool, stream: int
     ) -> torch.UntypedStorage:
+        recording.poison_freed(stream)
         return self.arena.allocate(num_bytes, stream=stream, is_bool=is_bool, epoch=recording.epoch)
 
 

@@ -48,6 +48,7 @@ class Recording:
         memory: Undoes writes to memory from before.
         generators: Undoes draws.
         epoch: Serial number; blocks allocated here carry it.
+        freed: Blocks that died and are not poisoned yet, by stream.
         kept: Blocks that died and must not be handed out before the graph's end.
         shared: Addresses of blocks that another stream uses too (``Tensor.record_stream``).
         error: What invalidated the recording, if something did.
@@ -59,6 +60,7 @@ class Recording:
     memory: MemoryUndo = field(default_factory=MemoryUndo)
     generators: GeneratorUndo = field(default_factory=GeneratorUndo)
     epoch: int = field(default_factory=_EPOCHS.__next__)
+    freed: dict[int, list[Block]] = field(default_factory=dict)
     kept: list[Block] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
     error: CaptureError | None = None
@@ -75,15 +77,30 @@ class Recording:
         self.order.place(stream, draws_random=draws_random)
         self.operations.append(Operation(name=name, run=run))
 
-    def add_poison(self, block: Block) -> None:
-        """Appends the poisoning of a freed or uninitialised block, and poisons it now."""
-        # A stream that takes no part here cannot allocate without being forked first, which
-        # orders it after everything before: then the capture stream's place is as good.
-        stream = block.stream if self.order.is_member(block.stream) else CAPTURE_STREAM
+    def add_free(self, block: Block) -> None:
+        """Takes note that a block died: from here on its contents are undefined.
+
+        With one stream it is poisoned at once. With several, another stream may still be reading
+        it; as on CUDA that is safe until the block's own stream allocates again.
+        """
+        if block.address in self.shared:
+            self.kept.append(block)
+        elif self.order.has_forks() or not self.order.is_member(block.stream):
+            self.freed.setdefault(block.stream, []).append(block)
+        else:
+            self.add_poison(block, block.stream)
+
+    def poison_freed(self, stream: int) -> None:
+        """Poisons what the stream has freed; it is about to allocate."""
+        for block in self.freed.pop(stream, ()):
+            self.add_poison(block, stream)
+
+    def add_poison(self, block: Block, stream: int) -> None:
+        """Poisons a block, now and in every replay."""
         self.add_poison_range(block.address, block.num_bytes, block.is_bool, stream)
 
     def add_poison_range(self, address: int, num_bytes: int, is_bool: bool, stream: int) -> None:
-        """As `add_poison`, for a part of the arena."""
+        """As `add_poison`, for any aligned part of the arena."""
 
         def run() -> None:
             arena_module.poison_range(address, num_bytes, is_bool)
@@ -111,9 +128,13 @@ class Recording:
             The streams that captured code had forked and not joined.
         """
         unjoined = self.order.join_all()
+        for blocks in self.freed.values():
+            for block in blocks:
+                self.add_poison(block, CAPTURE_STREAM)
         for block in self.kept:
-            self.add_poison_range(block.address, block.num_bytes, block.is_bool, CAPTURE_STREAM)
+            self.add_poison(block, CAPTURE_STREAM)
             self.arena.give_free(block)
+        self.freed.clear()
         self.kept.clear()
         return unjoined
 

@@ -36,6 +36,10 @@ class StreamOrder:
         """Tells whether work on the stream is part of this recording."""
         return stream in self._next
 
+    def has_forks(self) -> bool:
+        """Tells whether another stream than the capture stream takes part."""
+        return len(self._next) > 1
+
     def place(self, stream: int, *, draws_random: bool = False) -> None:
         """Appends an operation to a member stream.
 
