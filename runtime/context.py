@@ -21,9 +21,7 @@ from .errors import ConfigError
 class AttentionRunner(Protocol):
     """The part of an attention backend that a layer reaches through the context."""
 
-    def run(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: Any
-    ) -> torch.Tensor:
+    def run(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: Any) -> torch.Tensor:
         """Returns attention output ``o_THD`` for one layer, freshly allocated."""
 
 

@@ -58,11 +58,14 @@ class MarkedFunction:
         fake: Callable[..., Any] | None = None,
         capture_stub: Callable[..., Any] | None = None,
     ) -> None:
+        if isinstance(fn, (staticmethod, classmethod)):
+            kind = type(fn).__name__
+            raise ConfigError(
+                f"eager_on_graph cannot mark a {kind} object: put @{kind} above @eager_on_graph."
+            )
         for label, value in (("the marked object", fn), ("fake", fake), ("capture_stub", capture_stub)):
             if value is not None and not callable(value):
-                raise ConfigError(
-                    f"eager_on_graph: {label} must be callable, got {type(value).__name__}."
-                )
+                raise ConfigError(f"eager_on_graph: {label} must be callable, got {type(value).__name__}.")
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.fake = fake
@@ -70,6 +73,7 @@ class MarkedFunction:
         self.name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; under a capture, the capture decides what that means."""
         capture = _ACTIVE.get()
         if capture is None:
             return self.fn(*args, **kwargs)
@@ -106,6 +110,7 @@ class BoundMark:
         self.__self__ = instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the marked method of the bound object."""
         return self.mark(self.__self__, *args, **kwargs)
 
     def run_eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +118,22 @@ class BoundMark:
         return self.mark.run_eager(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        # Protocol methods are not passed on: the mark's __deepcopy__ would return the mark, unbound.
+        if name.startswith("__") and name not in {"__name__", "__qualname__"}:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.mark, name)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BoundMark):
+            return NotImplemented
+        return self.mark is other.mark and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.mark), id(self.__self__)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Slots and __getattr__ together would send copy and pickle into endless recursion.
+        return BoundMark, (self.mark, self.__self__)
 
     def __repr__(self) -> str:
         return f"<bound eager_on_graph {self.mark.name} of {self.__self__!r}>"

@@ -18,8 +18,8 @@ class SizeBuild:
 
     Attributes:
         size: The capture size (padded tokens or requests); None for a fixed shape.
-        warm_up_s: Seconds in warm-up forwards, device time included.
-        capture_s: Seconds from the first graph's begin to the last graph's end.
+        warm_up_s: Host seconds in warm-up forwards; the device may still be at work when they end.
+        capture_s: Host seconds from the first graph's begin to the last graph's end.
         num_graph_segments: Graphs that one replay launches.
         num_breaks: Marked calls between them.
         reserved_bytes: The pool's size after this capture.

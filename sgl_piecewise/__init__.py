@@ -1,5 +1,13 @@
 """The public face: one mark, one capture engine, and a comparison that says which strategy wins."""
 
+from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
+from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
 
-__all__ = ["break_graph", "eager_on_graph"]
+__all__ = [
+    "BreakableCUDAGraph",
+    "BreakableCUDAGraphCapture",
+    "break_graph",
+    "capture",
+    "eager_on_graph",
+]

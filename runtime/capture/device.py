@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,18 @@ class DeviceGraph(abc.ABC):
     def replay(self) -> None:
         """Executes the recorded work on the current stream."""
 
+    def launcher(self) -> Callable[[], None]:
+        """Returns what does the same as ``replay``, at the least cost, once the graph is ready."""
+        return self.replay
+
+    def wait_until_ready(self) -> None:
+        """Waits until ``replay`` can launch, where ``end`` left work to another thread.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for the graph.
+        """
+        return
+
     @abc.abstractmethod
     def reset(self) -> None:
         """Frees the graph; it cannot be replayed any more. Idempotent."""
@@ -78,42 +90,58 @@ class DeviceGraph(abc.ABC):
         return []
 
 
+class Exclusive:
+    """Holds a pool for one thread, ordered after its last use. See `GraphPool.exclusive`."""
+
+    __slots__ = ("_pool", "_purpose")
+
+    def __init__(self, pool: GraphPool, purpose: str) -> None:
+        self._pool = pool
+        self._purpose = purpose
+
+    def __enter__(self) -> None:
+        pool, me = self._pool, threading.get_ident()
+        if pool.lock_owner == me:
+            raise CaptureError(
+                f"{self._purpose} on a graph pool that this thread is already capturing or replaying on. "
+                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
+            )
+        pool.lock.acquire()
+        pool.lock_owner = me
+        try:
+            pool.order_after_last_use()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.lock_owner = None
+        self._pool.lock.release()
+
+
 class GraphPool(abc.ABC):
     """Memory, one capture stream and one lock for recordings that are never replayed at once."""
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device
-        self._lock = threading.Lock()
-        self._lock_owner: int | None = None
+        self.lock = threading.Lock()
+        self.lock_owner: int | None = None
 
-    @contextlib.contextmanager
-    def exclusive(self, purpose: str) -> Iterator[None]:
+    def exclusive(self, purpose: str) -> Exclusive:
         """Holds the pool for one capture or one replay, from copy-in to copy-out.
 
         Args:
             purpose: "capture" or "replay", for the error.
 
         Raises:
-            CaptureError: This thread holds the pool already (a replay inside an eager segment of
-                the same pool, or capture inside capture): waiting would never end.
+            CaptureError: On entry, this thread holds the pool already (a replay inside an eager
+                segment of the same pool, or capture inside capture): waiting would never end.
         """
-        me = threading.get_ident()
-        if self._lock_owner == me:
-            raise CaptureError(
-                f"{purpose} on a graph pool that this thread is already capturing or replaying on. "
-                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
-            )
-        with self._lock:
-            self._lock_owner = me
-            try:
-                with self._ordered_after_last_use():
-                    yield
-            finally:
-                self._lock_owner = None
+        return Exclusive(self, purpose)
 
     @abc.abstractmethod
-    def _ordered_after_last_use(self) -> contextlib.AbstractContextManager[None]:
-        """Orders this use of the pool's memory after the last one, on whatever stream that was."""
+    def order_after_last_use(self) -> None:
+        """Orders what the current stream does next after the last use of the pool, on whatever stream."""
 
     @abc.abstractmethod
     def capture_scope(self) -> contextlib.AbstractContextManager[None]:
@@ -123,6 +151,14 @@ class GraphPool(abc.ABC):
         it. Breaks run inside the scope, between ``end`` of one graph and ``begin`` of the next,
         on the same stream; they are not watched.
         """
+
+    def on_capture_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Enters the capture stream without capturing, for warm-up.
+
+        Libraries keep workspaces per stream; a warm-up elsewhere would leave the first capture to
+        allocate them in the graph pool (`pytorch#99196`).
+        """
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def new_graph(self) -> DeviceGraph:
@@ -172,9 +208,21 @@ class GraphDevice(abc.ABC):
     def new_pool(self) -> GraphPool:
         """Returns a new pool with its own memory and capture stream."""
 
+    def explain_failure(self, error: BaseException) -> CaptureError | None:
+        """Translates what the device raised inside a capture into an error for the reader.
+
+        Returns:
+            The error to raise from ``error``, or None where ``error`` says enough.
+        """
+        return None
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Waits for all work submitted to the device."""
+
+    def release_cached_memory(self) -> None:
+        """Gives memory that nothing uses back to the device, after an allocation failed."""
+        return
 
     @abc.abstractmethod
     def used_bytes(self) -> int | None:

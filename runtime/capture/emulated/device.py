@@ -37,10 +37,9 @@ class EmulatedPool(GraphPool):
         self._thread: int | None = None
         self._stream_names = StreamNames()
 
-    @contextlib.contextmanager
-    def _ordered_after_last_use(self) -> Iterator[None]:
+    def order_after_last_use(self) -> None:
         # The CPU has finished a replay when it returns.
-        yield
+        return
 
     @contextlib.contextmanager
     def capture_scope(self) -> Iterator[None]:

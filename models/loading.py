@@ -1,0 +1,117 @@
+"""One name to one ready model: what the command and the scripts call.
+
+A name is the default model's, that of a shape (random weights), the path of a Hugging Face folder,
+or that of a GGUF file, looked up in this order.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, DeviceUnavailableError, nearest
+
+from .config import DecoderConfig
+from .decoder import Decoder
+from .default_model import DEFAULT_MODEL, default_gguf_path
+from .shapes import SHAPES
+from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
+from .weights.gguf import load_gguf, open_gguf
+from .weights.huggingface import load_huggingface
+from .weights.random import random_decoder
+
+__all__ = ["DEFAULT_MODEL", "LoadedModel", "default_gguf_path", "load_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run, and what came with it.
+
+    Attributes:
+        model: Filled, on its device, without gradients.
+        config: What it is made of.
+        tokenizer: None where there is no vocabulary, as with random weights.
+        description: One line for reports: where it comes from, its size, its dtype.
+    """
+
+    model: Decoder
+    config: DecoderConfig
+    tokenizer: Tokenizer | None
+    description: str
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    num_layers: int | None = None,
+    download: bool = True,
+) -> LoadedModel:
+    """Loads, or makes, a model.
+
+    Args:
+        name_or_path: The default model's name, a shape's name, a folder or a ``.gguf`` file. A folder
+            that is named like a shape is reached as ``./name``.
+        device: Where it is made.
+        dtype: Of its parameters and activations.
+        seed: Of random weights.
+        num_layers: Another depth, for random weights only.
+        download: Whether the default model may be downloaded where it is not in the cache.
+
+    Raises:
+        CheckpointError: What the path leads to is missing, damaged, or does not fit.
+        ConfigError: No shape has this name, or ``num_layers`` is given for a checkpoint.
+        DeviceUnavailableError: The device is not on this machine.
+        MissingExtraError: A package of the extra ``models`` is needed and not installed.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailableError(
+            f"The model was to be put on {device}, but PyTorch {torch.__version__} finds no CUDA device. "
+            "Use the device cpu, or a machine and a PyTorch build with CUDA."
+        )
+    name = os.fspath(name_or_path)
+    if name in SHAPES:
+        return _random(name, device=device, dtype=dtype, seed=seed, num_layers=num_layers)
+    if num_layers is not None:
+        raise ConfigError(
+            f"num_layers={num_layers} is for random weights; {name} is a checkpoint with its own depth. "
+            f"Named shapes: {', '.join(sorted(SHAPES))}."
+        )
+    path = default_gguf_path(download) if name == DEFAULT_MODEL else Path(name)
+    if path.is_dir():
+        model = load_huggingface(path, device=device, dtype=dtype)
+        return _loaded(model, tokenizer_from_huggingface(path), path.resolve().name)
+    if path.is_file() or path.suffix == ".gguf":
+        file = open_gguf(path)
+        tokenizer = tokenizer_from_gguf(file.metadata, origin=str(path))
+        return _loaded(load_gguf(file, device=device, dtype=dtype), tokenizer, path.name)
+    if len(path.parts) > 1:
+        raise CheckpointError(f"There is no file or folder {path}.")
+    raise ConfigError(
+        f"{name!r} is neither a file or folder here nor a model's name. "
+        + nearest(name, [DEFAULT_MODEL, *SHAPES])
+    )
+
+
+def _random(
+    name: str, *, device: torch.device, dtype: torch.dtype, seed: int, num_layers: int | None
+) -> LoadedModel:
+    config = SHAPES[name] if num_layers is None else SHAPES[name].with_num_layers(num_layers)
+    model = random_decoder(config, device=device, dtype=dtype, seed=seed)
+    return _loaded(model, None, f"{name} shape with random weights (seed {seed})")
+
+
+def _loaded(model: Decoder, tokenizer: Tokenizer | None, origin: str) -> LoadedModel:
+    config = model.config
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    description = (
+        f"{origin}: {config.architecture}, {config.num_layers} layers, "
+        f"{num_parameters / 1e6:,.1f}M parameters, {str(model.norm.weight.dtype).removeprefix('torch.')}"
+    )
+    return LoadedModel(model=model, config=config, tokenizer=tokenizer, description=description)

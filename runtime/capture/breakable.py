@@ -1,0 +1,146 @@
+"""``BreakableCUDAGraph`` and ``BreakableCUDAGraphCapture``: SGLang's names and call shapes.
+
+For code that manages its own static buffers: what runs inside the ``with`` block is captured, and
+tensors it made stay owned by whoever holds them. The same engine as ``capture``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+
+from ..errors import CaptureError, ConfigError, ReplayError
+from .cuda_device import CaptureErrorMode, CudaDevice, CudaPool
+from .device import GraphDevice, GraphPool
+from .devices import graph_device_for
+from .recording import Recording
+from .session import CaptureSession
+from .statics import StaticTensors
+
+
+class BreakableCUDAGraph:
+    """A replayable sequence of graphs and eager calls; empty until captured into.
+
+    Source: SGLang 0.5 ``BreakableCUDAGraph``; differs: ``reset``, ``describe``, and it refuses a
+    second capture without a reset.
+    """
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """The recording.
+
+        Raises:
+            ReplayError: Nothing was captured yet.
+        """
+        if self._recording is None:
+            raise ReplayError(
+                "This BreakableCUDAGraph holds no capture. Capture into it first: "
+                "`with BreakableCUDAGraphCapture(graph): ...`."
+            )
+        return self._recording
+
+    def replay(self) -> None:
+        """Executes the captured work on the current stream; see ``Recording.replay``."""
+        self.recording.replay()
+
+    def reset(self) -> None:
+        """Frees the graphs, so that the object can be captured into again. Idempotent."""
+        if self._recording is not None:
+            self._recording.reset()
+            self._recording = None
+
+    def describe(self) -> str:
+        """Returns the recording as text."""
+        return self.recording.describe()
+
+    def pool(self) -> GraphPool:
+        """Returns the graph pool, to be shared with further captures."""
+        return self.recording.pool
+
+
+class BreakableCUDAGraphCapture:
+    """Captures the block into a graph; every marked call in it becomes a break.
+
+    Args:
+        cuda_graph: Receives the capture.
+        pool: A `GraphPool`, a handle from ``torch.cuda.graph_pool_handle()``, or None for a new pool.
+        stream: Capture stream; the pool's own if None. One stream for all captures of a pool, or
+            their memory is not shared.
+        device: Graph device or PyTorch device; CUDA where there is one, else emulated.
+        capture_error_mode: As in ``torch.cuda.CUDAGraph.capture_begin``; used with a new pool.
+        launch_segments: Whether closed segments run while capturing (see `CaptureSession`).
+        static_tensors: Tensors whose addresses are checked on the first replay.
+
+    Raises:
+        ConfigError: Arguments that do not go together.
+
+    Source: SGLang 0.5 ``BreakableCUDAGraphCapture(cuda_graph, pool, stream, capture_error_mode)``.
+    """
+
+    def __init__(
+        self,
+        cuda_graph: BreakableCUDAGraph,
+        pool: GraphPool | tuple[int, int] | None = None,
+        stream: torch.cuda.Stream | None = None,
+        device: GraphDevice | torch.device | str | None = None,
+        *,
+        capture_error_mode: CaptureErrorMode = "thread_local",
+        launch_segments: bool = True,
+        static_tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        if not isinstance(cuda_graph, BreakableCUDAGraph):
+            raise ConfigError(f"cuda_graph must be a BreakableCUDAGraph, got {type(cuda_graph).__name__}.")
+        self._cuda_graph = cuda_graph
+        self._session = CaptureSession(
+            _pool_for(pool, stream, device, capture_error_mode),
+            launch_segments=launch_segments,
+            statics=StaticTensors(static_tensors),
+        )
+
+    def __enter__(self) -> BreakableCUDAGraphCapture:
+        if self._cuda_graph._recording is not None:
+            raise CaptureError("This BreakableCUDAGraph already holds a capture; call reset() on it first.")
+        self._session.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        suppressed = self._session.__exit__(exc_type, exc, traceback)
+        self._cuda_graph._recording = self._session.recording
+        return suppressed
+
+
+def _pool_for(
+    pool: GraphPool | tuple[int, int] | None,
+    stream: torch.cuda.Stream | None,
+    device: GraphDevice | torch.device | str | None,
+    error_mode: CaptureErrorMode,
+) -> GraphPool:
+    if isinstance(pool, GraphPool):
+        if stream is not None and isinstance(pool, CudaPool) and pool.stream != stream:
+            raise ConfigError(
+                "stream differs from the pool's capture stream. Blocks of a graph pool belong to a stream: "
+                "leave stream out, or give the pool that stream."
+            )
+        return pool
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    graph_device = device if isinstance(device, GraphDevice) else graph_device_for(device)
+    if isinstance(graph_device, CudaDevice):
+        if pool is not None:
+            return graph_device.pool_for(pool, stream)
+        return CudaPool(graph_device, stream=stream, error_mode=error_mode)
+    if pool is not None or stream is not None:
+        raise ConfigError(
+            f"pool handles and streams belong to CUDA; on {graph_device.name} pass a GraphPool or nothing."
+        )
+    return graph_device.new_pool()

@@ -1,0 +1,339 @@
+"""CUDA as a graph device: `torch.cuda.CUDAGraph` segments on one pool and one capture stream.
+
+Blocks of a graph pool belong to the stream that allocated them, so one pool has one capture stream
+for all sizes; a new stream a size multiplied the memory sevenfold.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Literal
+
+import torch
+
+from .. import torch_private
+from ..errors import (
+    CaptureError,
+    CaptureForbiddenError,
+    ConfigError,
+    DeviceUnavailableError,
+    UnjoinedStreamError,
+)
+from .cuda_streams import StreamTracker, watch_streams
+from .device import DeviceGraph, GraphDevice, GraphPool, PoolMemory
+
+CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
+
+_logger = logging.getLogger(__name__)
+_EMPTY_GRAPH_WARNING = "The CUDA Graph is empty"
+
+
+class CudaGraph(DeviceGraph):
+    """One ``torch.cuda.CUDAGraph``.
+
+    The driver turns a capture into something it can launch (instantiation) in 5 to 10 us a kernel.
+    Where the pool allows it, a worker thread does that while the next segment is captured.
+    """
+
+    def __init__(self, pool: CudaPool) -> None:
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph(keep_graph=pool.instantiates_in_background)
+        self._is_empty = False
+        self._instantiation: Future[None] | None = None
+        for generator in pool.generators:
+            self._graph.register_generator_state(generator)
+        self._launch = torch_private.graph_launcher(self._graph)
+
+    def begin(self) -> None:
+        self._graph.capture_begin(torch_private.pool_token(self._pool.handle), self._pool.error_mode)
+        self._pool.tracker.begin_graph()
+
+    def end(self) -> None:
+        self._pool.tracker.end_graph()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._graph.capture_end()
+        self._is_empty = any(_EMPTY_GRAPH_WARNING in str(entry.message) for entry in caught)
+        for entry in caught:
+            if _EMPTY_GRAPH_WARNING not in str(entry.message):
+                warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
+        if self._pool.instantiates_in_background and not self._is_empty:
+            self._instantiation = self._pool.instantiate(self._graph)
+
+    def wait_until_ready(self) -> None:
+        pending, self._instantiation = self._instantiation, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except RuntimeError as error:
+            # The driver's own allocations fail as a plain CUDA error.
+            if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(
+                    f"{str(error).splitlines()[0]} (making a graph launchable)"
+                ) from error
+            raise
+
+    def abort(self) -> None:
+        self._pool.tracker.stop()
+        if torch.cuda.is_current_stream_capturing():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._graph.capture_end()
+            except RuntimeError as error:
+                _logger.debug("ending an invalid capture: %s", error)
+        self._pool.recover()
+        self.reset()
+
+    def replay(self) -> None:
+        if self._instantiation is not None:
+            self.wait_until_ready()
+        self._launch()
+
+    def launcher(self) -> Callable[[], None]:
+        return self._launch
+
+    def reset(self) -> None:
+        pending, self._instantiation = self._instantiation, None
+        if pending is not None and not pending.cancel():
+            wait([pending])
+        self._graph.reset()
+
+    @property
+    def num_ops(self) -> int | None:
+        return 0 if self._is_empty else None
+
+
+def _instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        graph.instantiate()
+
+
+class CudaPool(GraphPool):
+    """A graph pool of PyTorch's caching allocator, with its capture stream.
+
+    Args:
+        device: The device.
+        handle: A handle from ``torch.cuda.graph_pool_handle()``; a new one if None.
+        stream: The capture stream; a new one if None.
+        error_mode: What CUDA forbids to other threads while capturing; ``thread_local`` nothing.
+        generators: Further random generators that captured code draws from (the default one is known).
+        instantiates_in_background: Whether a worker thread makes graphs launchable. Only with
+            ``thread_local`` or ``relaxed`` error mode: in ``global`` mode it would break the capture.
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        *,
+        handle: tuple[int, int] | None = None,
+        stream: torch.cuda.Stream | None = None,
+        error_mode: CaptureErrorMode = "thread_local",
+        generators: tuple[torch.Generator, ...] = (),
+        instantiates_in_background: bool = True,
+    ) -> None:
+        super().__init__(device)
+        self.handle: tuple[int, int] = torch.cuda.graph_pool_handle() if handle is None else handle
+        self.stream = torch.cuda.Stream(device.torch_device) if stream is None else stream
+        self.error_mode: CaptureErrorMode = error_mode
+        self.generators = generators
+        self.instantiates_in_background = instantiates_in_background and error_mode != "global"
+        self._worker: ThreadPoolExecutor | None = None
+        self.tracker = StreamTracker(self.stream)
+        self._last_stream = 0
+        self._has_last_stream = False
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._outside: set[int] = set()
+
+    def order_after_last_use(self) -> None:
+        device = self.device.torch_device
+        stream = torch_private.raw_current_stream(device.index)
+        if stream == self._last_stream and self._has_last_stream:
+            return
+        if self._has_last_stream:
+            # The event is recorded here and not after each use: most uses follow on the same stream, and
+            # an event per replay costs as much as two graph launches.
+            last = torch.cuda.ExternalStream(self._last_stream, device=device)
+            torch.cuda.current_stream(device).wait_stream(last)
+        self._last_stream, self._has_last_stream = stream, True
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        device = self.device.torch_device
+        with torch.cuda.device(device):
+            caller = torch.cuda.current_stream()
+            self.stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self.stream):
+                    yield
+            finally:
+                caller.wait_stream(self.stream)
+
+    @contextlib.contextmanager
+    def capture_scope(self) -> Iterator[None]:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "The current CUDA stream is being captured already (by torch.cuda.graph or another library). "
+                "A capture inside it is not possible; capture only once, outside or inside."
+            )
+        self._outside.clear()
+        with self.on_capture_stream(), watch_streams(self.tracker):
+            yield
+
+    def new_graph(self) -> CudaGraph:
+        return CudaGraph(self)
+
+    def instantiate(self, graph: torch.cuda.CUDAGraph) -> Future[None]:
+        """Makes a captured graph launchable, in the pool's worker thread."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="sgl_piecewise_instantiate")
+        return self._worker.submit(_instantiate, graph, self.device.torch_device)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        index = self.device.torch_device.index
+        torch_private.begin_allocating_to_pool(index, self.handle)
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device.torch_device)
+        finally:
+            torch_private.end_allocating_to_pool(index, self.handle)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        if tensor.device != self.device.torch_device:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        if not address or address in self._outside:
+            return False
+        if self._lies_in_known_segment(address):
+            return True
+        segments = sorted(
+            (segment["address"], segment["total_size"])
+            for segment in torch_private.pool_segments(self.handle)
+        )
+        self._starts = [start for start, _ in segments]
+        self._ends = [start + size for start, size in segments]
+        if self._lies_in_known_segment(address):
+            return True
+        self._outside.add(address)
+        return False
+
+    def _lies_in_known_segment(self, address: int) -> bool:
+        index = bisect.bisect_right(self._starts, address) - 1
+        return index >= 0 and address < self._ends[index]
+
+    def memory(self) -> PoolMemory:
+        segments = torch_private.pool_segments(self.handle)
+        return PoolMemory(
+            reserved_bytes=sum(segment["total_size"] for segment in segments),
+            allocated_bytes=sum(segment["allocated_size"] for segment in segments),
+        )
+
+    def recover(self) -> None:
+        """Restores allocator and random state after a capture that CUDA invalidated.
+
+        ``capture_end`` raises before it stops routing allocations to the pool and before it tells
+        the generators that capture is over; the first is undone directly, the second by a capture
+        of nothing that ends well.
+        """
+        torch_private.stop_routing_to_pool(self.device.torch_device.index, self.handle)
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.stream(self.stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph.capture_begin(capture_error_mode=self.error_mode)
+            graph.capture_end()
+        graph.reset()
+
+
+class CudaDevice(GraphDevice):
+    """One CUDA device.
+
+    Args:
+        device: ``cuda`` or ``cuda:N``; the current device if no index is given.
+
+    Raises:
+        DeviceUnavailableError: PyTorch sees no CUDA device, or not this one.
+    """
+
+    is_emulated = False
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        asked = torch.device(device)
+        if asked.type != "cuda":
+            raise ConfigError(f"CudaDevice needs a cuda device, got {asked}.")
+        if not torch.cuda.is_available():
+            raise DeviceUnavailableError(
+                f"{asked} was asked for, but PyTorch {torch.__version__} sees no CUDA device on this machine. "
+                "Use the CPU (capture is emulated there), or install a CUDA build of PyTorch."
+            )
+        index = torch.cuda.current_device() if asked.index is None else asked.index
+        if index >= torch.cuda.device_count():
+            raise DeviceUnavailableError(
+                f"cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices."
+            )
+        self.torch_device = torch.device("cuda", index)
+        self._pools: weakref.WeakValueDictionary[tuple[int, int], CudaPool] = weakref.WeakValueDictionary()
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def new_pool(self) -> CudaPool:
+        return CudaPool(self)
+
+    def pool_for(self, handle: tuple[int, int], stream: torch.cuda.Stream | None = None) -> CudaPool:
+        """Returns the pool of a handle from ``torch.cuda.graph_pool_handle()``, the same each time."""
+        pool = self._pools.get(handle)
+        if pool is None:
+            pool = CudaPool(self, handle=handle, stream=stream)
+            self._pools[handle] = pool
+        return pool
+
+    def explain_failure(self, error: BaseException) -> CaptureError | None:
+        if isinstance(error, CaptureError) or not isinstance(error, RuntimeError):
+            return None
+        text = str(error)
+        lowered = text.lower()
+        if "unjoined" in lowered or "not joined" in lowered:
+            return UnjoinedStreamError(
+                "A stream forked from the capture was not joined before a break or the end, by code that uses CUDA "
+                "events outside PyTorch's Python API, so its name is not known. Join it there. CUDA says: "
+                + text.splitlines()[0]
+            )
+        if "captur" not in lowered:
+            return None
+        return CaptureForbiddenError(
+            f"Captured code did what CUDA cannot record{_user_line(error)}: {text.splitlines()[0]}. Usual causes are a "
+            "host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable host memory. Put the "
+            "call into a function marked @eager_on_graph, or do it before the forward."
+        )
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def used_bytes(self) -> int | None:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
+
+    def allocator_reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.torch_device)
+
+
+def _user_line(error: BaseException) -> str:
+    """Names the innermost source line that is neither PyTorch's nor this library's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "/torch/" not in frame.filename and "/runtime/capture/" not in frame.filename:
+            return f" at {frame.filename}:{frame.lineno} ({frame.line})"
+    return ""

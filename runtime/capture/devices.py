@@ -1,0 +1,34 @@
+"""Which graph device serves a PyTorch device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ..errors import ConfigError
+from .cuda_device import CudaDevice
+from .device import GraphDevice
+from .emulated.device import EmulatedDevice
+
+
+def graph_device_for(device: torch.device | str) -> GraphDevice:
+    """Returns the graph device for a PyTorch device: CUDA itself, or its emulation on the CPU.
+
+    Raises:
+        ConfigError: A device type that neither serves.
+        DeviceUnavailableError: CUDA was asked for where there is none.
+    """
+    asked = torch.device(device)
+    if asked.type == "cuda" and asked.index is None and torch.cuda.is_available():
+        asked = torch.device("cuda", torch.cuda.current_device())
+    return _graph_device(asked)
+
+
+@functools.cache
+def _graph_device(device: torch.device) -> GraphDevice:
+    if device.type == "cuda":
+        return CudaDevice(device)
+    if device.type == "cpu":
+        return EmulatedDevice()
+    raise ConfigError(f"No graph device for {device}; use cuda, or cpu for emulated capture.")

@@ -1,0 +1,245 @@
+"""The capture session: turns one run of a forward into a recording.
+
+While a session is open its thread records into one graph segment after another. A marked call
+ends the segment, runs once, gets its results placed in boundary memory, and the next segment
+begins. Whatever goes wrong, the session leaves the stream, the pool, the garbage collector and the
+random state as they were and lets the first exception through.
+
+This module must not know of static inputs or capture sizes beyond the key that it passes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from .. import tree
+from ..errors import CaptureError
+from ..mark import MarkedFunction, active_capture, use_capture
+from .boundary import place_result
+from .device import DeviceGraph, GraphPool
+from .guard import OutsideWriteGuard
+from .recording import Recording
+from .segments import ContainerWatch, EagerSegment, FrozenArguments, GraphSegment, Segment
+from .sizes import ShapeKey
+from .statics import StaticTensors
+
+CaptureMode = Literal["full", "breakable"]
+
+
+class CaptureSession:
+    """One capture, as a context manager.
+
+    Args:
+        pool: Where graphs and boundary buffers get their memory.
+        mode: ``breakable`` ends a segment at every mark; ``full`` captures marked code as well.
+        strategy: Name for reports; the mode unless told otherwise.
+        key: Shape being captured.
+        launch_segments: Whether a closed segment is launched at once, so that the capturing pass is
+            a real execution. Without it nothing runs, and every mark met needs a ``capture_stub``
+            or ``fake``, because its body would read memory that was never written.
+        statics: Tensors whose addresses must hold.
+
+    Raises:
+        CaptureError: On entry, capture inside capture.
+
+    Attributes:
+        recording: The result, after a block that ended without an exception.
+        launched: Whether segments were launched.
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        *,
+        mode: CaptureMode = "breakable",
+        strategy: str | None = None,
+        key: ShapeKey | None = None,
+        launch_segments: bool = True,
+        statics: StaticTensors | None = None,
+    ) -> None:
+        self.pool = pool
+        self.mode = mode
+        self.strategy = strategy or mode
+        self.key = key or ShapeKey(size=None)
+        self.launched = launch_segments
+        self.statics = statics or StaticTensors()
+        self.recording: Recording | None = None
+        self._segments: list[Segment] = []
+        self._graph: DeviceGraph | None = None
+        self._outputs: Any = None
+        self._guard: OutsideWriteGuard | None = None
+        self._stack = contextlib.ExitStack()
+
+    def set_outputs(self, outputs: Any) -> None:
+        """Hands over what the forward returned; call it inside the block.
+
+        Raises:
+            CaptureError: A tensor among them records autograd history.
+        """
+        if torch.is_grad_enabled():
+            _refuse_grad(outputs, "an output of the captured function")
+        self._outputs = outputs
+
+    def __enter__(self) -> CaptureSession:
+        if active_capture() is not None:
+            raise CaptureError(
+                "Capture inside capture: this thread is already capturing. Capture the outer function only, "
+                "or put the inner one into a function marked @eager_on_graph."
+            )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.pool.exclusive("capture"))
+            stack.enter_context(_translated(self))
+            stack.enter_context(_no_garbage_collection())
+            stack.enter_context(self.pool.capture_scope())
+            self.statics.note_addresses()
+            stack.push(self._drop_if_failed)
+            self._begin_segment()
+            stack.enter_context(use_capture(self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        if exc_type is not None:
+            return self._stack.__exit__(exc_type, exc, traceback)
+        with self._stack:
+            self._end_segment()
+            self.recording = Recording(
+                key=self.key,
+                strategy=self.strategy,
+                pool=self.pool,
+                segments=tuple(self._segments),
+                outputs=self._outputs,
+                statics=self.statics,
+            )
+            self._outputs = None
+        return None
+
+    def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Breaks the capture for one marked call (design 5.1); in full mode captures it."""
+        if self.mode == "full":
+            return mark.fn(*args, **kwargs)
+        where = f"{self.key}, break {sum(isinstance(s, EagerSegment) for s in self._segments)}"
+        if torch.is_grad_enabled():
+            _refuse_grad((args, kwargs), f"an argument of break {mark.name!r} ({where})")
+        self._end_segment()
+        frozen = FrozenArguments(args, kwargs, self.pool)
+        watch = ContainerWatch(args, kwargs)
+        with use_capture(None):
+            placed = place_result(
+                self._body_for(mark, where)(*args, **kwargs),
+                mark_name=mark.name,
+                where=where,
+                pool=self.pool,
+                argument_storages=frozenset(frozen.storages),
+                statics=self.statics,
+                device=self.pool.device.torch_device,
+            )
+        watch.check(mark.name, where)
+        self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
+        # The body's own result is gone now unless someone else holds it: then captured code only has a copy.
+        for path, copy, source in placed.copied:
+            if not source.expired():
+                self._guard_copy(copy, f"{path} of break {mark.name!r} ({where})")
+        self._begin_segment()
+        return placed.result
+
+    def _body_for(self, mark: MarkedFunction, where: str) -> Any:
+        """The marked function's stand-in while capturing, or its body where memory is real."""
+        if mark.capture_stub is not None:
+            return mark.capture_stub
+        if self.launched:
+            return mark.fn
+        if mark.fake is not None:
+            return mark.fake
+        raise CaptureError(
+            f"Break {mark.name!r} ({where}) has neither capture_stub nor fake, and segments are not launched while "
+            "capturing: its body would read memory that was never written. Give the mark a capture_stub "
+            "(`@eager_on_graph(capture_stub=...)`), or capture with launch_segments=True."
+        )
+
+    def _begin_segment(self) -> None:
+        graph = self.pool.new_graph()
+        self._graph = graph
+        graph.begin()
+
+    def _end_segment(self) -> None:
+        graph, self._graph = self._graph, None
+        assert graph is not None, "a segment ended twice"
+        try:
+            graph.end()
+        except BaseException:
+            graph.abort()
+            raise
+        self._segments.append(GraphSegment(graph=graph))
+        if self.launched and graph.num_ops != 0:
+            graph.replay()
+
+    def _guard_copy(self, copy: torch.Tensor, origin: str) -> None:
+        if self._guard is None:
+            self._guard = OutsideWriteGuard()
+            self._stack.enter_context(self._guard)
+        self._guard.add(copy, origin)
+
+    def _drop_if_failed(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if exc_type is not None:
+            graph, self._graph = self._graph, None
+            if graph is not None:
+                graph.abort()
+            for segment in self._segments:
+                if isinstance(segment, GraphSegment):
+                    segment.graph.reset()
+        self._segments = []
+        self._outputs = None
+        return False
+
+
+@contextlib.contextmanager
+def _translated(session: CaptureSession) -> Iterator[None]:
+    """Raises what the reader can use, from what the device raised."""
+    try:
+        yield
+    except Exception as error:
+        better = session.pool.device.explain_failure(error)
+        if better is None:
+            raise
+        raise better from error
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps Python's collector from freeing device objects in the middle of a capture.
+
+    It is neither run (a collection per segment took two thirds of the build in `pytorch#158193`)
+    nor frozen (`vllm#24128`), and restored as it was.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _refuse_grad(value: Any, what: str) -> None:
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree.flatten(value)[0]):
+        raise CaptureError(
+            f"Autograd is recording while capturing: {what} requires grad. Graphs hold no autograd history; "
+            "capture under `with torch.inference_mode():` or `torch.no_grad()`."
+        )

@@ -1,0 +1,141 @@
+"""Nested values as leaves with paths: tuples, named tuples, lists, dicts and dataclasses.
+
+``torch.utils._pytree`` is not used because dataclasses need registration there and errors need
+the path of a leaf. A spec holds structure only, never a leaf, so it keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The structure of one node.
+
+    Attributes:
+        kind: The container's type, or None for a leaf.
+        keys: Dict keys or field names; indices for sequences.
+        children: One spec per key.
+    """
+
+    kind: type | None
+    keys: tuple[Any, ...] = ()
+    children: tuple[Spec, ...] = ()
+
+
+LEAF = Spec(None)
+
+# Seen without asking whether they are containers; every other type is asked.
+_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
+def _children(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """Returns keys and children of a container, or None for a leaf."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        return names, [getattr(value, name) for name in names]
+    if isinstance(value, dict):
+        return tuple(value), list(value.values())
+    if isinstance(value, tuple | list):
+        return tuple(range(len(value))), list(value)
+    return None
+
+
+# No closures below: one that calls itself is a reference cycle, and would keep leaves (and their graph
+# memory) alive until the next garbage collection, which is off while capturing.
+
+
+def flatten(value: Any) -> tuple[list[Any], Spec]:
+    """Splits a nested value into its leaves, depth first, and its structure."""
+    if type(value) in _PLAIN_LEAVES:
+        return [value], LEAF
+    leaves: list[Any] = []
+    return leaves, _flatten_into(value, leaves)
+
+
+def _flatten_into(node: Any, leaves: list[Any]) -> Spec:
+    if type(node) in _PLAIN_LEAVES:
+        leaves.append(node)
+        return LEAF
+    found = _children(node)
+    if found is None:
+        leaves.append(node)
+        return LEAF
+    keys, children = found
+    return Spec(type(node), keys, tuple(_flatten_into(child, leaves) for child in children))
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Any:
+    """Rebuilds a nested value from new leaves."""
+    return _build(spec, iter(leaves))
+
+
+def _build(node: Spec, leaves: Iterator[Any]) -> Any:
+    if node.kind is None:
+        return next(leaves)
+    return _rebuild(node, [_build(child, leaves) for child in node.children])
+
+
+def _rebuild(node: Spec, children: list[Any]) -> Any:
+    kind: Any = node.kind
+    if dataclasses.is_dataclass(kind):
+        return _rebuild_dataclass(kind, dict(zip(node.keys, children, strict=True)))
+    if issubclass(kind, dict):
+        pairs = zip(node.keys, children, strict=True)
+        return collections.defaultdict(None, pairs) if kind is collections.defaultdict else kind(pairs)
+    if issubclass(kind, tuple) and kind is not tuple:
+        make: Callable[..., Any] | None = getattr(kind, "_make", None)  # named tuple or torch.return_types
+        return kind(children) if make is None else make(children)
+    return kind(children)
+
+
+def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
+    fields = dataclasses.fields(kind)
+    instance = kind(**{field.name: values[field.name] for field in fields if field.init})
+    for field in fields:
+        if not field.init:
+            object.__setattr__(instance, field.name, values[field.name])
+    return instance
+
+
+def paths(spec: Spec, root: str) -> list[str]:
+    """Names every leaf, for example ``result.kv[0]``, in the order of ``flatten``."""
+    return list(_walk_paths(spec, root))
+
+
+def _walk_paths(spec: Spec, path: str) -> Iterator[str]:
+    if spec.kind is None:
+        yield path
+        return
+    for key, child in zip(spec.keys, spec.children, strict=True):
+        yield from _walk_paths(child, _join(spec, path, key))
+
+
+def _join(spec: Spec, path: str, key: Any) -> str:
+    return f"{path}.{key}" if dataclasses.is_dataclass(spec.kind) else f"{path}[{key!r}]"
+
+
+def difference(captured: Spec, now: Spec, root: str) -> str | None:
+    """Says where two structures differ first, with both sides; None where they are equal."""
+    if captured == now:
+        return None
+    if captured.kind is not now.kind:
+        return f"{root}: captured {_kind_name(captured)}, now {_kind_name(now)}"
+    if captured.keys != now.keys:
+        return f"{root}: captured keys {list(captured.keys)}, now {list(now.keys)}"
+    for key, one, other in zip(captured.keys, captured.children, now.children, strict=True):
+        found = difference(one, other, _join(captured, root, key))
+        if found is not None:
+            return found
+    raise AssertionError("specs differ but no child does")
+
+
+def _kind_name(spec: Spec) -> str:
+    return "a leaf" if spec.kind is None else spec.kind.__name__

@@ -1,0 +1,33 @@
+"""Fixtures for every test: graph devices, and the skip of GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from sgl_piecewise.runtime.capture.device import GraphDevice
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked ``gpu`` where CUDA is not available."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def graph_device(request: pytest.FixtureRequest) -> GraphDevice:
+    """A graph device of each kind: a contract test is written once and runs on both."""
+    if request.param == "cuda":
+        from sgl_piecewise.runtime.capture.cuda_device import CudaDevice
+
+        return CudaDevice()
+    from sgl_piecewise.runtime.capture.emulated.device import EmulatedDevice
+
+    return EmulatedDevice()
