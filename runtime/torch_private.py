@@ -98,10 +98,10 @@ def pool_segments(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 # Operators that write arguments which their schemas do not say they write: running statistics.
-_UNDECLARED_WRITES = {
-    name: ("running_mean", "running_var")
-    for name in ("aten::native_batch_norm", "aten::_batch_norm_impl_index", "aten::cudnn_batch_norm")
-}
+_UNDECLARED_WRITES = dict.fromkeys(
+    ("aten::native_batch_norm", "aten::_batch_norm_impl_index", "aten::cudnn_batch_norm"),
+    ("running_mean", "running_var"),
+)
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

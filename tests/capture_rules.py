@@ -4,6 +4,8 @@ Each case is a function of a device that returns captured code; the same table i
 the emulated device here and against CUDA where there is one.
 """
 
+# ruff: noqa: PLW0108 - a function must be looked up when it is called: capture replaces some.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
 from sgl_piecewise.runtime.capture.device import DeviceGraph
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice, EmulatedPool
 

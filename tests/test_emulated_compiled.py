@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_support import capture, is_poisoned, recording
+
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.capture.emulated.opaque import record_opaque
 from sgl_piecewise.runtime.errors import CaptureForbiddenError

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from emulated_support import capture, is_poisoned, recording
+
 from sgl_piecewise.runtime import torch_private
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.errors import CaptureError, ReplayError
@@ -274,13 +275,18 @@ def test_device_counts_live_pools_only() -> None:
 def test_abort_undoes_everything(error: BaseException) -> None:
     pool = EmulatedDevice().new_pool()
     kv, state = torch.zeros(4), torch.get_rng_state()
-    with torch.no_grad(), pytest.raises(type(error)), pool.capture_scope(), recording(pool):
+    kept: list[torch.Tensor] = []
+
+    def code() -> None:
         kv.add_(torch.rand(4))
-        kept = kv + 1
+        kept.append(kv + 1)
         raise error
+
+    with pytest.raises(type(error)):
+        capture(code, pool)
     assert torch.equal(kv, torch.zeros(4))
     assert torch.equal(torch.get_rng_state(), state)
-    assert is_poisoned(kept)
+    assert is_poisoned(kept[0])
     assert torch.ones(2).tolist() == [1, 1]
     graph, y = capture(lambda: kv + 2, pool)
     graph.replay()

@@ -1,5 +1,7 @@
 """The emulated device refuses what CUDA refuses, says where and why, and accepts the rest."""
 
+# ruff: noqa: PLW0108 - a function must be looked up when it is called: capture replaces some.
+
 from __future__ import annotations
 
 import contextlib
@@ -10,6 +12,7 @@ import pytest
 import torch
 from capture_rules import ACCEPTED, REFUSED
 from emulated_support import capture, recording
+
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError
 

@@ -1,5 +1,7 @@
 """Streams in an emulated recording: what is not waited for shows, and strays are named."""
 
+# ruff: noqa: PLW0108 - a function must be looked up when it is called: capture replaces some.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_support import capture, recording
+
 from sgl_piecewise.runtime.capture.device import DeviceGraph
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice, EmulatedPool, streams
 from sgl_piecewise.runtime.errors import CaptureForbiddenError, UnjoinedStreamError

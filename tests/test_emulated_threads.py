@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from emulated_support import capture, recording
+
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.errors import CaptureError
 
