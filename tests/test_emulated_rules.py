@@ -125,9 +125,26 @@ def test_seeding_a_generator_object_is_found_out() -> None:
     assert torch.equal(generator.get_state(), state)
 
 
-def test_default_generator_seeded_at_the_end_is_found_out() -> None:
+@pytest.mark.parametrize("draws", [0, 3])
+def test_default_generator_seeded_directly_is_found_out(draws: int) -> None:
+    def code() -> None:
+        torch.rand(draws)
+        torch.default_generator.manual_seed(8123)
+        torch.rand(draws)
+
+    torch.manual_seed(1)
     with pytest.raises(CaptureForbiddenError, match="seeded"):
-        capture(lambda: torch.default_generator.manual_seed(8123))
+        capture(code)
+
+
+def test_default_generator_seeded_anew_with_its_seed_is_found_out() -> None:
+    def code() -> None:
+        torch.rand(3)
+        torch.default_generator.manual_seed(1)
+
+    torch.manual_seed(1)
+    with pytest.raises(CaptureForbiddenError, match="seeded"):
+        capture(code)
 
 
 def test_break_may_do_anything() -> None:

@@ -49,6 +49,18 @@ def _use_streams() -> None:
     torch.cpu.synchronize()
 
 
+def test_random_numbers_of_another_thread_are_no_seeding() -> None:
+    """All threads share the default generator."""
+
+    def code() -> torch.Tensor:
+        y = torch.rand(2)
+        in_other_thread(lambda: torch.rand(3))
+        return y + torch.rand(2)
+
+    graph, _ = capture(code)
+    graph.replay()
+
+
 def test_two_threads_capture_on_two_pools_at_once() -> None:
     barrier = threading.Barrier(2, timeout=60)
 
