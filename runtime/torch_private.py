@@ -6,12 +6,15 @@ what the rest of the library does.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,6 +129,25 @@ def without_dispatch_modes() -> Any:
 def without_autocast() -> Any:
     """Returns a context in which operators of this thread are not autocast."""
     return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def reentered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Activates a mode again inside its own ``__torch_dispatch__``.
+
+    Other than ``with mode``, it takes out the mode itself at the end, also where the block has pushed
+    another one that stays.
+    """
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        above = []
+        while _python_dispatch._get_current_dispatch_mode() is not mode:
+            above.append(_python_dispatch._pop_mode())
+        mode.__exit__(None, None, None)
+        for other in reversed(above):
+            _python_dispatch._push_mode(other)
 
 
 def is_composite(func: Any) -> bool:

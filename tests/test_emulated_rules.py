@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from capture_rules import ACCEPTED, REFUSED
 from emulated_support import capture, recording
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError
@@ -196,3 +198,40 @@ def test_sparse_results_are_refused() -> None:
     x = torch.eye(3)
     with pytest.raises(CaptureForbiddenError, match="dense"):
         capture(lambda: torch.sparse_coo_tensor(torch.zeros(2, 3).long(), x[0], (3, 3)))
+
+
+def test_mode_pushed_inside_an_operator_stays() -> None:
+    """A break inside a dispatched operator may install a guard that outlives the operator."""
+
+    class Counter(TorchDispatchMode):
+        num_calls = 0
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_calls += 1
+            return func(*args, **(kwargs or {}))
+
+    counter = Counter()
+
+    @torch.library.custom_op("emulated_test::install", mutates_args=())
+    def install(x: torch.Tensor) -> torch.Tensor:
+        counter.__enter__()
+        return x + 1
+
+    pool, x = EmulatedDevice().new_pool(), torch.ones(3)
+    with torch.no_grad(), pool.capture_scope():
+        with recording(pool) as graph:
+            y = torch.ops.emulated_test.install(x) * 2
+        counter.__exit__(None, None, None)
+    graph.replay()
+    assert torch.equal(y, torch.full((3,), 4.0))
+    assert graph.op_names() == ["aten.add.Tensor", "aten.mul.Tensor"]
+    assert counter.num_calls
+
+
+def test_meta_tensors_are_let_through() -> None:
+    _, y = capture(lambda: torch.ones(3, device="meta") + 1)
+    assert y.is_meta

@@ -84,6 +84,7 @@ class Recorder(TorchDispatchMode):
                 self._open_forks = recording.join()
             finally:
                 recording.undo()
+                self.recording = None
         if recording.error is not None:
             raise type(recording.error)(
                 "The graph is invalid: captured code did what a graph cannot hold and went on after the "
@@ -99,9 +100,11 @@ class Recorder(TorchDispatchMode):
                 recording = self._stop()
                 recording.join()
                 recording.undo()
+            self.recording = None
         self._open_forks = []
 
     def _stop(self) -> Recording:
+        """Ends the watching. ``recording`` stays until all is undone, in case that is interrupted."""
         recording = self.recording
         if recording is None:
             raise CaptureError("No graph is being recorded: begin() comes before end().")
@@ -113,7 +116,6 @@ class Recorder(TorchDispatchMode):
         REFUSALS.unwatch()
         self._streams.end()
         self.drain()
-        self.recording = None
         return recording
 
     def forget_frees(self) -> None:
@@ -168,10 +170,10 @@ class Recorder(TorchDispatchMode):
             if torch_private.is_higher_order(func):
                 return self._enter_higher_order(func, args, kwargs)
             if torch_private.is_composite(func):
-                with self:
+                with torch_private.reentered(self):
                     return torch_private.call_composite(func, args, kwargs)
             if torch_private.has_python_kernel(func):
-                with self:
+                with torch_private.reentered(self):
                     return torch_private.call_cpu_kernel(func, args, kwargs)
             return self._record(recording, func, args, kwargs)
         except CaptureError as err:
@@ -186,7 +188,7 @@ class Recorder(TorchDispatchMode):
                 f"{func} (a higher-order operator)",
                 "it has no eager body that the emulated device could look into",
             )
-        with self:
+        with torch_private.reentered(self):
             return body(*args, **kwargs)
 
     def _record(self, recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,7 +305,7 @@ class Recorder(TorchDispatchMode):
                     str(func), f"the emulated device only holds dense tensors, this result is {output.layout}"
                 )
             key = torch_private.storage_key(output)
-            if key not in known and output.untyped_storage().nbytes():
+            if key not in known and output.is_cpu and output.untyped_storage().nbytes():
                 groups.setdefault(key, []).append(index)
         targets: list[tuple[int, torch.Tensor]] = []
         for members in groups.values():

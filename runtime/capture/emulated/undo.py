@@ -34,8 +34,9 @@ class MemoryUndo:
 class GeneratorUndo:
     """States of the random generators before a recording drew from them.
 
-    Restoring takes back what other threads drew from the same generator meanwhile. Also finds out when something else than a recorded operator changed a state: on CUDA seeding
-    during capture is refused, and a recording cannot hold it.
+    Restoring takes back what other threads drew from the same generator meanwhile. Also finds out
+    when a generator was seeded by something else than a recorded operator: CUDA refuses that during
+    capture, and a recording cannot hold it.
     """
 
     def __init__(self) -> None:
