@@ -7,6 +7,7 @@ what the rest of the library does.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     return with_lazy_bits_of(tensor, alias)
 
 
-def _over_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+def _over_storage(storage: Any, like: torch.Tensor) -> torch.Tensor:
     tensor = torch.empty(0, dtype=like.dtype, device=like.device)
     return tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
 
@@ -166,3 +167,14 @@ def raw_current_stream(device_index: int) -> int:
     """Returns the address of the current CUDA stream; ``torch.cuda.current_stream`` costs 50 times more."""
     address: int = torch._C._cuda_getCurrentRawStream(device_index)
     return address
+
+
+def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """Returns the C++ launch of a graph; the Python method looks for a liveness tracker each time."""
+    launch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
+    return launch
+
+
+def pool_token(handle: tuple[int, int]) -> Any:
+    """Returns a pool handle as ``capture_begin`` wants it (a type of its own in the annotations only)."""
+    return handle

@@ -84,8 +84,7 @@ def _build(node: Spec, leaves: Iterator[Any]) -> Any:
 
 
 def _rebuild(node: Spec, children: list[Any]) -> Any:
-    kind = node.kind
-    assert kind is not None
+    kind: Any = node.kind
     if dataclasses.is_dataclass(kind):
         return _rebuild_dataclass(kind, dict(zip(node.keys, children, strict=True)))
     if issubclass(kind, dict):
@@ -97,8 +96,8 @@ def _rebuild(node: Spec, children: list[Any]) -> Any:
     return kind(children)
 
 
-def _rebuild_dataclass(kind: type, values: dict[str, Any]) -> Any:
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
+    fields = dataclasses.fields(kind)
     instance = kind(**{field.name: values[field.name] for field in fields if field.init})
     for field in fields:
         if not field.init:

@@ -49,11 +49,10 @@ class CudaGraph(DeviceGraph):
         self._instantiation: Future[None] | None = None
         for generator in pool.generators:
             self._graph.register_generator_state(generator)
-        # The C++ method: replay() of the Python class looks for a liveness tracker each time.
-        self._launch = super(torch.cuda.CUDAGraph, self._graph).replay
+        self._launch = torch_private.graph_launcher(self._graph)
 
     def begin(self) -> None:
-        self._graph.capture_begin(pool=self._pool.handle, capture_error_mode=self._pool.error_mode)
+        self._graph.capture_begin(torch_private.pool_token(self._pool.handle), self._pool.error_mode)
         self._pool.tracker.begin_graph()
 
     def end(self) -> None:

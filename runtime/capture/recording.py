@@ -139,8 +139,10 @@ class Recording:
     def describe(self) -> str:
         """Returns the recording as text: one line per segment, then the outputs."""
         lines = [
-            f"recording {self.key} strategy={self.strategy} device={self.pool.device.name} "
-            f"graphs={self.num_graph_segments} breaks={self.num_breaks}"
+            (
+                f"recording {self.key} strategy={self.strategy} device={self.pool.device.name} "
+                f"graphs={self.num_graph_segments} breaks={self.num_breaks}"
+            )
         ]
         for index, segment in enumerate(self.segments):
             if isinstance(segment, GraphSegment):

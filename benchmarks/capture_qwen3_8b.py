@@ -1,0 +1,505 @@
+"""The capture engine's figures on one GPU: memory, build, replay, break cost, values.
+
+One process, one model (Qwen3-8B's shape, random bf16 weights, 42 capture sizes 4..4096, SDPA
+attention as the break). Arms: eager, full, breakable, and the package breakable-cuda-graphs 0.1.0,
+whose breaks write into given outputs. Values are compared first; an arm that differs gets no time.
+
+    python benchmarks/capture_qwen3_8b.py --json docs/results/NAME.json
+
+The captured forward is ``Decoder.hidden_states`` (no output layer). Outputs are graph-owned views
+on all sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sgl_piecewise.models import decoder as decoder_module
+from sgl_piecewise.models.loading import load_model
+from sgl_piecewise.runtime import torch_private
+from sgl_piecewise.runtime.attention.base import AttentionSpec
+from sgl_piecewise.runtime.attention.causal import CausalAttention
+from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.cuda_device import CudaDevice, CudaPool
+from sgl_piecewise.runtime.capture.segments import EagerSegment, GraphSegment
+from sgl_piecewise.runtime.capture.sizes import ShapeKey, default_capture_sizes, padded_size
+from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
+from sgl_piecewise.runtime.mark import eager_on_graph
+
+SCHEMA = "sgl_piecewise.benchmarks.capture/1"
+REPLAY_SIZES = (4, 16, 64, 256, 1024, 2048, 4096)
+NUM_BUILD_ROUNDS = 3
+NUM_REPLAY_ROUNDS = 60
+
+
+def median_interval(values: list[float]) -> dict[str, float]:
+    """Median with a 95% interval from order statistics."""
+    ordered = sorted(values)
+    count = len(ordered)
+    half = 0.98 * count**0.5
+    low = max(0, round(count / 2 - half))
+    high = min(count - 1, round(count / 2 + half))
+    return {"median": statistics.median(ordered), "low": ordered[low], "high": ordered[high], "n": count}
+
+
+class OtherPackage:
+    """breakable-cuda-graphs 0.1.0 on the same forward: its breaks write into given outputs.
+
+    Build includes one warm-up forward per size, as ours does, on the same stream.
+    """
+
+    def __init__(
+        self, forward: Callable[..., torch.Tensor], sizes: tuple[int, ...], attention: CausalAttention
+    ):
+        import breakable_cuda_graphs as package
+
+        self._package = package
+        self._forward = forward
+        self._sizes = sizes
+        self._graphs: dict[int, Any] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        max_size = sizes[-1]
+        self._ids = torch.zeros(max_size, dtype=torch.int64, device="cuda")
+        self._positions = torch.arange(max_size, device="cuda")
+
+        @package.no_graph
+        def write(q: Any, k: Any, v: Any, spec: AttentionSpec, out: torch.Tensor) -> None:
+            out.copy_(attention.run(q, k, v, spec))
+
+        def attend(q: Any, k: Any, v: Any, spec: AttentionSpec) -> torch.Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            write(q, k, v, spec, out)
+            return out
+
+        self._attend = attend
+
+    @contextlib.contextmanager
+    def _attention(self) -> Iterator[None]:
+        original = decoder_module.attend
+        decoder_module.attend = self._attend  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            decoder_module.attend = original
+
+    def build(self) -> float:
+        begin = time.perf_counter()
+        with self._attention():
+            for size in reversed(self._sizes):
+                ids, positions = self._ids[:size], self._positions[:size]
+                with torch.cuda.stream(self._stream):
+                    self._forward(ids, positions)
+                graph = self._package.BreakableCUDAGraph(self._pool)
+                with self._package.breakable_graph(
+                    graph, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    output = self._forward(ids, positions)
+                self._graphs[size] = graph
+                self._outputs[size] = torch_private.alias_without_owning(output)
+                del output
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        real = ids.shape[0]
+        size = padded_size(real, self._sizes)
+        assert size is not None
+        self._ids[:real].copy_(ids)
+        self._positions[:real].copy_(positions)
+        if real < size:
+            self._ids[real:size].fill_(0)
+            self._positions[real:size].fill_(0)
+        self._graphs[size].replay()
+        return self._outputs[size][:real]
+
+    def replay(self, size: int) -> None:
+        self._graphs[size].replay()
+
+    def pool_bytes(self) -> int:
+        return sum(segment["total_size"] for segment in torch_private.pool_segments(self._pool))
+
+    def reset(self) -> None:
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._outputs.clear()
+
+
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def driver_beyond_allocator() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) - torch.cuda.memory_reserved()
+
+
+def eager_forwards(
+    forward: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor, sizes: Any
+) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for size in reversed(sizes):
+        forward(ids[:size], positions[:size])
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure_builds(
+    forward: Any, ids: torch.Tensor, positions: torch.Tensor, sizes: tuple[int, ...], other: Any
+) -> Any:
+    """Builds every arm in turn, several rounds; returns seconds and the ratio to 42 eager forwards."""
+    device = CudaDevice()
+
+    def ours(strategy: str, launch: bool, background: bool) -> Callable[[], dict[str, Any]]:
+        def build() -> dict[str, Any]:
+            pool = CudaPool(device, instantiates_in_background=background)
+            captured = capture(
+                forward,
+                (ids, positions),
+                strategy=strategy,
+                launch_segments=launch,
+                capture_sizes=sizes,
+                outputs="view",
+                pool=pool,
+            )
+            assert captured.build is not None
+            result = {
+                "total_s": captured.build.total_s,
+                "phases_s": captured.build.phases_s,
+                "unattributed_s": captured.build.unattributed_s,
+            }
+            captured.reset()
+            return result
+
+        return build
+
+    def theirs() -> dict[str, Any]:
+        seconds = other().build()
+        return {"total_s": seconds}
+
+    arms: dict[str, Callable[[], dict[str, Any]]] = {
+        "eager_42": lambda: {"total_s": eager_forwards(forward, ids, positions, sizes)},
+        "full": ours("full", False, True),
+        "breakable": ours("breakable", False, True),
+        "breakable_foreground": ours("breakable", False, False),
+        "breakable_launched": ours("breakable", True, True),
+    }
+    if other is not None:
+        arms["breakable_cuda_graphs"] = theirs
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for index in range(NUM_BUILD_ROUNDS + 1):
+        for name in random.sample(list(arms), len(arms)):
+            settle()
+            result = arms[name]()
+            if index:  # the first round warms up
+                rounds[name].append(result)
+    eager = statistics.median(entry["total_s"] for entry in rounds["eager_42"])
+    return {
+        name: {
+            "total_s": [entry["total_s"] for entry in entries],
+            "median_s": statistics.median(entry["total_s"] for entry in entries),
+            "ratio_to_eager_42": statistics.median(entry["total_s"] for entry in entries) / eager,
+            "last": entries[-1],
+        }
+        for name, entries in rounds.items()
+    }
+
+
+def check_values(arms: dict[str, Any], forward: Any, vocab: int, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Bit-compares every arm with padded eager: all sizes, sizes between, random order, after churn."""
+    generator = torch.Generator(device="cuda").manual_seed(7)
+    lengths = [*sizes, *(max(1, (a + b) // 2) for a, b in zip(sizes, sizes[1:], strict=False))] * 2
+    random.shuffle(lengths)
+    wrong: dict[str, list[int]] = {name: [] for name in arms}
+    churn: list[torch.Tensor] = []
+    for real in lengths:
+        size = padded_size(real, sizes)
+        assert size is not None
+        ids = torch.randint(0, vocab, (real,), device="cuda", generator=generator)
+        positions = torch.arange(real, device="cuda")
+        padded_ids = torch.cat([ids, ids.new_zeros(size - real)])
+        padded_positions = torch.cat([positions, positions.new_zeros(size - real)])
+        expected = forward(padded_ids, padded_positions)[:real].clone()
+        churn = [torch.full((random.randrange(1, 1 << 22),), float("nan"), device="cuda") for _ in range(8)]
+        del churn[::2]
+        for name in random.sample(list(arms), len(arms)):
+            if not torch.equal(arms[name](ids, positions), expected):
+                wrong[name].append(real)
+    del churn
+    return {name: {"compared": len(lengths), "wrong_sizes": bad} for name, bad in wrong.items()}
+
+
+def measure_replays(arms: dict[str, Any], vocab: int) -> dict[str, Any]:
+    """Times every arm at several sizes, interleaved in rounds, by device events."""
+    report: dict[str, Any] = {}
+    for size in REPLAY_SIZES:
+        batches = [torch.randint(0, vocab, (size,), device="cuda") for _ in range(4)]
+        positions = torch.arange(size, device="cuda")
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for name, arm in arms.items():
+            for ids in batches[:2]:
+                arm(ids, positions)
+        rounds = NUM_REPLAY_ROUNDS if size <= 1024 else NUM_REPLAY_ROUNDS // 2
+        for index in range(rounds):
+            ids = batches[index % len(batches)]
+            for name in random.sample(list(arms), len(arms)):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                arms[name](ids, positions)
+                end.record()
+                end.synchronize()
+                times[name].append(begin.elapsed_time(end))
+        entry: dict[str, Any] = {name: median_interval(values) for name, values in times.items()}
+        for name in times:
+            for base in ("full", "breakable_cuda_graphs", "eager"):
+                if base in times and base != name:
+                    ratios = [a / b for a, b in zip(times[name], times[base], strict=True)]
+                    entry[name][f"ratio_to_{base}"] = median_interval(ratios)
+        report[str(size)] = entry
+    return report
+
+
+def measure_break_cost(captured: CapturedCallable, full: CapturedCallable) -> dict[str, Any]:
+    """Host time that a break adds beyond its own function, in microseconds.
+
+    From the recordings of the model at 16 tokens: host time of a breakable replay, less that of
+    its bodies called with the same arguments, less that of the full recording's launch, per break.
+    """
+    key = ShapeKey(size=16)
+    recording, whole = captured.recordings[key], full.recordings[key]
+    eager = [segment for segment in recording.segments if isinstance(segment, EagerSegment)]
+    graphs = [segment for segment in recording.segments if isinstance(segment, GraphSegment)]
+    bodies = [segment.arguments.bind(segment.mark.fn, lambda result: None) for segment in eager]
+    receivers = [segment.bind() for segment in eager]
+    launches = [step for step in (segment.bind() for segment in graphs) if step is not None]
+
+    def host_us(work: Callable[[], None]) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return seconds * 1e6
+
+    def each(steps: list[Callable[[], None]]) -> Callable[[], None]:
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return run
+
+    series: dict[str, list[float]] = {"break": [], "copy_and_check": [], "launch": []}
+    with captured.pool.exclusive("replay"):
+        pass
+    for _ in range(200):
+        replay, body, with_copy = host_us(recording.replay), host_us(each(bodies)), host_us(each(receivers))
+        one, many = host_us(whole.replay), host_us(each(launches))
+        series["break"].append((replay - body - one) / len(eager))
+        series["copy_and_check"].append((with_copy - body) / len(eager))
+        series["launch"].append((many - one) / len(eager))
+    return {name: median_interval(values) for name, values in series.items()}
+
+
+def measure_break_alone(body_kind: str) -> dict[str, float]:
+    """The same difference on a chain of 36 breaks that do nothing, four small kernels between them."""
+    held = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def same_tensor(x: torch.Tensor) -> torch.Tensor:
+        return held
+
+    def through_argument(x: torch.Tensor) -> None:
+        return None
+
+    body = {"returns_a_tensor": same_tensor, "writes_through_an_argument": through_argument}[body_kind]
+    mark = eager_on_graph(body)
+    num_breaks = 36
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(num_breaks):
+            y = (x * 1.0 + 0.0) * 1.0 - 0.0
+            result = mark(y)
+            x = y if result is None else result
+        return x * 1.0
+
+    example = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    broken = capture(chain, (example,), outputs="view")
+    whole = capture(chain, (example,), strategy="full", outputs="view")
+    one, other = next(iter(broken.recordings.values())), next(iter(whole.recordings.values()))
+    values = []
+    for index in range(300):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        one.replay()
+        middle = time.perf_counter()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        other.replay()
+        end = time.perf_counter()
+        torch.cuda.synchronize()
+        begin_body = time.perf_counter()
+        for _ in range(num_breaks):
+            body(example)
+        bodies = time.perf_counter() - begin_body
+        if index >= 20:
+            values.append(((middle - begin) - (end - start) - bodies) / num_breaks * 1e6)
+    broken.reset()
+    whole.reset()
+    return median_interval(values)
+
+
+def floors() -> dict[str, float]:
+    """Copy bandwidth (bytes read and written) and bf16 matrix rate, measured now."""
+
+    def seconds(work: Callable[[], Any], repeats: int) -> float:
+        for _ in range(3):
+            work()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / repeats
+
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source), 10)
+    del source, target
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    rate = 2 * 8192**3 / seconds(lambda: a @ a, 10)
+    return {"copy_bytes_per_s": bandwidth, "matrix_flop_per_s": rate}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    random.seed(3)
+    torch.set_grad_enabled(False)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "model": arguments.model,
+    }
+    report["floors"] = floors()
+    settle()
+    loaded = load_model(arguments.model, device="cuda", dtype=torch.bfloat16, num_layers=arguments.layers)
+    forward = loaded.model.hidden_states
+    vocab = loaded.config.vocab_size
+    sizes = tuple(default_capture_sizes(4096))
+    attention = CausalAttention()
+    ids = torch.randint(0, vocab, (sizes[-1],), device="cuda")
+    positions = torch.arange(sizes[-1], device="cuda")
+    try:
+        import breakable_cuda_graphs  # noqa: F401
+
+        other: Callable[[], OtherPackage] | None = lambda: OtherPackage(forward, sizes, attention)  # noqa: E731
+    except ImportError:
+        other = None
+
+    def show(name: str) -> None:
+        print(f"== {name}\n{json.dumps(report[name], indent=1)}", flush=True)
+
+    with use_forward_context(ForwardContext(attention=attention)):
+        for size in reversed(sizes):
+            forward(ids[:size], positions[:size])
+        report["build"] = measure_builds(forward, ids, positions, sizes, other)
+        show("build")
+
+        settle()
+        before = driver_beyond_allocator()
+        breakable = capture(
+            forward, (ids, positions), launch_segments=False, capture_sizes=sizes, outputs="view"
+        )
+        settle()
+        middle = driver_beyond_allocator()
+        full = capture(forward, (ids, positions), strategy="full", capture_sizes=sizes, outputs="view")
+        settle()
+        after = driver_beyond_allocator()
+        memory: dict[str, Any] = {}
+        for name, captured, driver in (
+            ("breakable", breakable, middle - before),
+            ("full", full, after - middle),
+        ):
+            assert captured.build is not None
+            first, last = captured.build.sizes[0], captured.build.sizes[-1]
+            num_graphs = sum(entry.num_graph_segments for entry in captured.build.sizes)
+            memory[name] = {
+                "largest_size_bytes": first.reserved_bytes,
+                "all_sizes_bytes": last.reserved_bytes,
+                "ratio": last.reserved_bytes / first.reserved_bytes,
+                "allocated_after_bytes": captured.pool.memory().allocated_bytes,
+                "driver_bytes": driver,
+                "num_graphs": num_graphs,
+                "driver_bytes_per_graph": driver / num_graphs,
+            }
+        arms: dict[str, Any] = {"eager": forward, "full": full, "breakable": breakable}
+        if other is not None:
+            package = other()
+            package.build()
+            settle()
+            memory["breakable_cuda_graphs"] = {
+                "all_sizes_bytes": package.pool_bytes(),
+                "driver_bytes": driver_beyond_allocator() - after,
+            }
+            arms["breakable_cuda_graphs"] = package
+        report["memory"] = memory
+        show("memory")
+        report["values"] = check_values(
+            {name: arm for name, arm in arms.items() if name != "eager"}, forward, vocab, sizes
+        )
+        show("values")
+        wrong = {name for name, entry in report["values"].items() if entry["wrong_sizes"]}
+        report["replay"] = measure_replays(
+            {name: arm for name, arm in arms.items() if name not in wrong}, vocab
+        )
+        for size, entry in report["replay"].items():
+            line = {
+                n: (round(v["median"], 3), {k: round(r["median"], 4) for k, r in v.items() if "ratio" in k})
+                for n, v in entry.items()
+            }
+            print(size, line, flush=True)
+        report["break_cost_us"] = {
+            "in_the_model": measure_break_cost(breakable, full),
+            "alone_returns_a_tensor": measure_break_alone("returns_a_tensor"),
+            "alone_writes_through_an_argument": measure_break_alone("writes_through_an_argument"),
+        }
+        show("break_cost_us")
+    query = [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,clocks.mem,driver_version,power.draw",
+        "--format=csv,noheader",
+    ]
+    report["clocks_after"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
