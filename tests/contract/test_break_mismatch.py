@@ -15,6 +15,11 @@ from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import BreakMismatchError
 from sgl_piecewise.runtime.mark import eager_on_graph
 
+
+def _two_views(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return t[:2], t[1:]
+
+
 # name: (result at capture, result at replay, path in the error, both sides in the error)
 MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, str, str]] = {
     "shape": (lambda t: t * 2, lambda t: t[:3] * 2, "result", "(4, 2)", "(3, 2)"),
@@ -48,7 +53,7 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, str, st
         "list",
     ),
     "views_parted": (
-        lambda t: (lambda s: (s[:2], s[1:]))(t * 2),
+        lambda t: _two_views(t * 2),
         lambda t: ((t * 2)[:2], (t * 2)[1:]),
         "result[1]",
         "result[0]",

@@ -57,7 +57,7 @@ RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "namedtuple": lambda t: Named(t * 2, None),
     "torch_return_type": lambda t: torch.topk(t, 2),
     "nested": lambda t: {"x": (t * 2, [Named(Pair(t + 1, None), (t - 1,))]), "y": None},
-    "scalars": lambda t: (t * 2, 3, "word", 1.5, True, None, torch.float32, t.shape, float("nan") != 0),
+    "scalars": lambda t: (t * 2, 3, "word", 1.5, True, None, torch.float32, t.shape, 1 + 2j, b"b"),
     "only_scalars": lambda t: (1, 2.5),
     "integers": lambda t: t.to(torch.int64),
     "small_integers": lambda t: (t.to(torch.int8), t.to(torch.uint8)),
