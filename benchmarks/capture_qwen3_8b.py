@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from sgl_piecewise.models import decoder as decoder_module
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime import torch_private
 from sgl_piecewise.runtime.attention.base import AttentionSpec
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
-from sgl_piecewise.runtime.capture.cuda_device import CudaDevice, CudaPool
 from sgl_piecewise.runtime.capture.segments import EagerSegment, GraphSegment
 from sgl_piecewise.runtime.capture.sizes import ShapeKey, default_capture_sizes, padded_size
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
@@ -166,11 +166,9 @@ def measure_builds(
     forward: Any, ids: torch.Tensor, positions: torch.Tensor, sizes: tuple[int, ...], other: Any
 ) -> Any:
     """Builds every arm in turn, several rounds; returns seconds and the ratio to 42 eager forwards."""
-    device = CudaDevice()
 
-    def ours(strategy: str, launch: bool, background: bool) -> Callable[[], dict[str, Any]]:
+    def ours(strategy: str, launch: bool) -> Callable[[], dict[str, Any]]:
         def build() -> dict[str, Any]:
-            pool = CudaPool(device, instantiates_in_background=background)
             captured = capture(
                 forward,
                 (ids, positions),
@@ -178,7 +176,6 @@ def measure_builds(
                 launch_segments=launch,
                 capture_sizes=sizes,
                 outputs="view",
-                pool=pool,
             )
             assert captured.build is not None
             result = {
@@ -197,10 +194,9 @@ def measure_builds(
 
     arms: dict[str, Callable[[], dict[str, Any]]] = {
         "eager_42": lambda: {"total_s": eager_forwards(forward, ids, positions, sizes)},
-        "full": ours("full", False, True),
-        "breakable": ours("breakable", False, True),
-        "breakable_foreground": ours("breakable", False, False),
-        "breakable_launched": ours("breakable", True, True),
+        "full": ours("full", False),
+        "breakable": ours("breakable", False),
+        "breakable_launched": ours("breakable", True),
     }
     if other is not None:
         arms["breakable_cuda_graphs"] = theirs

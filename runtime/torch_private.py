@@ -6,12 +6,15 @@ what the rest of the library does.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,11 +100,20 @@ def pool_segments(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
     return [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool_id)]
 
 
+# Operators that write arguments which their schemas do not say they write: running statistics.
+_UNDECLARED_WRITES = dict.fromkeys(
+    ("aten::native_batch_norm", "aten::_batch_norm_impl_index", "aten::cudnn_batch_norm"),
+    ("running_mean", "running_var"),
+)
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Lists the tensor arguments that an operator call writes to, by its schema."""
+    """Lists the tensor arguments that an operator call writes to, by its schema and known omissions."""
     written: list[torch.Tensor] = []
+    undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_declared and argument.name not in undeclared:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         values = value if isinstance(value, list | tuple) else (value,)
@@ -117,6 +129,25 @@ def without_dispatch_modes() -> Any:
 def without_autocast() -> Any:
     """Returns a context in which operators of this thread are not autocast."""
     return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def reentered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Activates a mode again inside its own ``__torch_dispatch__``.
+
+    Other than ``with mode``, it takes out the mode itself at the end, also where the block has pushed
+    another one that stays.
+    """
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        above = []
+        while _python_dispatch._get_current_dispatch_mode() is not mode:
+            above.append(_python_dispatch._pop_mode())
+        mode.__exit__(None, None, None)
+        for other in reversed(above):
+            _python_dispatch._push_mode(other)
 
 
 def is_composite(func: Any) -> bool:
@@ -143,7 +174,7 @@ def has_python_kernel(func: Any) -> bool:
 
 def call_cpu_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator's CPU kernel below all dispatch modes; what it calls is dispatched."""
-    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+    return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def higher_order_cpu_kernel(func: Any) -> Any | None:
@@ -161,6 +192,19 @@ def is_higher_order(func: Any) -> bool:
 def is_compiling_now() -> bool:
     """Tells whether this thread is inside Dynamo's or a backend's compilation."""
     return torch._guards.CompileContext.try_get() is not None
+
+
+def compiled_graph_types() -> list[type]:
+    """Returns the classes whose calls run code made by Inductor, which does not dispatch."""
+    from torch._inductor import output_code  # Takes a second to import, so only when needed.
+
+    return [output_code.CompiledFxGraph, output_code.CompiledAOTI]
+
+
+def mutated_inputs(compiled: Any) -> set[int] | None:
+    """Returns which inputs one of `compiled_graph_types` writes, or None where it does not say."""
+    indices = getattr(compiled, "mutated_input_idxs", None)
+    return None if indices is None else set(indices)
 
 
 def raw_current_stream(device_index: int) -> int:

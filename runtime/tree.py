@@ -33,7 +33,7 @@ class Spec:
 LEAF = Spec(None)
 
 # Seen without asking whether they are containers; every other type is asked.
-_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
 def _children(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -54,14 +54,14 @@ def _children(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
     """Splits a nested value into its leaves, depth first, and its structure."""
-    if type(value) in _PLAIN_LEAVES:
+    if type(value) in PLAIN_LEAVES:
         return [value], LEAF
     leaves: list[Any] = []
     return leaves, _flatten_into(value, leaves)
 
 
 def _flatten_into(node: Any, leaves: list[Any]) -> Spec:
-    if type(node) in _PLAIN_LEAVES:
+    if type(node) in PLAIN_LEAVES:
         leaves.append(node)
         return LEAF
     found = _children(node)

@@ -8,7 +8,6 @@ reason that is counted. This module must not know of models or of compilers: it 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -87,6 +86,7 @@ class CapturedCallable:
         self._cut = OutputCut()
         self.pool = pool
         self.recordings: dict[ShapeKey, Recording] = {}
+        self._by_size: dict[int | None, Recording] = {}  # the same, without hashing a key per call
         self.fallbacks: collections.Counter[str] = collections.Counter()
         self.build: BuildRecord | None = None
 
@@ -116,7 +116,9 @@ class CapturedCallable:
         """Returns the capture size that serves ``num_real``, or None if none is large enough."""
         return padded_size(num_real, self._sizes) if self._sizes else None
 
-    def _find(self, real: int | None, padded: int | None, values: list[Any]) -> tuple[Recording | None, str]:
+    def _find(
+        self, real: int | None, padded: int | None, values: Sequence[Any]
+    ) -> tuple[Recording | None, str]:
         if self._sizes is not None:
             if real == 0:
                 return None, SIZE_ZERO
@@ -124,10 +126,9 @@ class CapturedCallable:
                 return None, SIZE_OVER_LARGEST
             if real != padded and not self._cut.can_cut:
                 return None, UNCUTTABLE_OUTPUT
-        if len(self._inputs.written) > 0 and self._inputs.share_memory(values):
+        if self._inputs.written and self._inputs.share_memory(values):
             return None, ALIASED_INPUTS
-        recording = self.recordings.get(ShapeKey(size=padded))
-        return recording, NO_GRAPH
+        return self._by_size.get(padded), NO_GRAPH
 
     def _run_eager(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if reason not in self.fallbacks:
@@ -153,6 +154,7 @@ class CapturedCallable:
         for recording in self.recordings.values():
             recording.reset()
         self.recordings.clear()
+        self._by_size.clear()
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", type(self._fn).__qualname__)
@@ -176,8 +178,6 @@ class CapturedCallable:
             if self._sizes is not None:
                 with clock.phase("learn_output_shapes"):
                     self._learn_from_one_more_size()
-            with clock.phase("make_ready"):
-                self._make_all_ready(built)
             with clock.phase("wait_for_device"):
                 device.synchronize()
         except BaseException:
@@ -211,7 +211,7 @@ class CapturedCallable:
             used, reserved = device.used_bytes(), device.allocator_reserved_bytes()
             with clock.phase("capture"):
                 recording = self._capture(key, launched)
-            self.recordings[key] = recording
+            self.recordings[key] = self._by_size[size] = recording
         except torch.OutOfMemoryError as out_of_memory:
             error = self._report_out_of_memory(key, out_of_memory)
         used_now, reserved_now = device.used_bytes(), device.allocator_reserved_bytes()
@@ -227,20 +227,6 @@ class CapturedCallable:
             error=error,
         )
         return entry, launched
-
-    def _make_all_ready(self, built: list[SizeBuild]) -> None:
-        """Waits for graphs that are made launchable in the background; drops what has no room."""
-        for index, entry in enumerate(built):
-            key = ShapeKey(size=entry.size)
-            if key not in self.recordings:
-                continue
-            try:
-                self.recordings[key].make_ready()
-            except torch.OutOfMemoryError as out_of_memory:
-                self.recordings.pop(key).reset()
-                built[index] = dataclasses.replace(
-                    entry, error=self._report_out_of_memory(key, out_of_memory)
-                )
 
     def _report_out_of_memory(self, key: ShapeKey, error: torch.OutOfMemoryError) -> str:
         reason = f"out of memory: {str(error).splitlines()[0]}"

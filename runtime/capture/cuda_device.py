@@ -13,7 +13,6 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
 import torch
@@ -36,17 +35,12 @@ _EMPTY_GRAPH_WARNING = "The CUDA Graph is empty"
 
 
 class CudaGraph(DeviceGraph):
-    """One ``torch.cuda.CUDAGraph``.
-
-    The driver turns a capture into something it can launch (instantiation) in 5 to 10 us a kernel.
-    Where the pool allows it, a worker thread does that while the next segment is captured.
-    """
+    """One ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
-        self._graph = torch.cuda.CUDAGraph(keep_graph=pool.instantiates_in_background)
+        self._graph = torch.cuda.CUDAGraph()
         self._is_empty = False
-        self._instantiation: Future[None] | None = None
         for generator in pool.generators:
             self._graph.register_generator_state(generator)
         self._launch = torch_private.graph_launcher(self._graph)
@@ -59,27 +53,12 @@ class CudaGraph(DeviceGraph):
         self._pool.tracker.end_graph()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self._graph.capture_end()
+            with _driver_out_of_memory():
+                self._graph.capture_end()
         self._is_empty = any(_EMPTY_GRAPH_WARNING in str(entry.message) for entry in caught)
         for entry in caught:
             if _EMPTY_GRAPH_WARNING not in str(entry.message):
                 warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)
-        if self._pool.instantiates_in_background and not self._is_empty:
-            self._instantiation = self._pool.instantiate(self._graph)
-
-    def wait_until_ready(self) -> None:
-        pending, self._instantiation = self._instantiation, None
-        if pending is None:
-            return
-        try:
-            pending.result()
-        except RuntimeError as error:
-            # The driver's own allocations fail as a plain CUDA error.
-            if "out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(
-                    f"{str(error).splitlines()[0]} (making a graph launchable)"
-                ) from error
-            raise
 
     def abort(self) -> None:
         self._pool.tracker.stop()
@@ -94,17 +73,12 @@ class CudaGraph(DeviceGraph):
         self.reset()
 
     def replay(self) -> None:
-        if self._instantiation is not None:
-            self.wait_until_ready()
         self._launch()
 
     def launcher(self) -> Callable[[], None]:
         return self._launch
 
     def reset(self) -> None:
-        pending, self._instantiation = self._instantiation, None
-        if pending is not None and not pending.cancel():
-            wait([pending])
         self._graph.reset()
 
     @property
@@ -112,9 +86,17 @@ class CudaGraph(DeviceGraph):
         return 0 if self._is_empty else None
 
 
-def _instantiate(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        graph.instantiate()
+@contextlib.contextmanager
+def _driver_out_of_memory() -> Iterator[None]:
+    """Raises the allocator's error for the driver's own failed allocations, a plain CUDA error."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(f"{str(error).splitlines()[0]} (making a graph launchable)") from error
 
 
 class CudaPool(GraphPool):
@@ -126,8 +108,6 @@ class CudaPool(GraphPool):
         stream: The capture stream; a new one if None.
         error_mode: What CUDA forbids to other threads while capturing; ``thread_local`` nothing.
         generators: Further random generators that captured code draws from (the default one is known).
-        instantiates_in_background: Whether a worker thread makes graphs launchable. Only with
-            ``thread_local`` or ``relaxed`` error mode: in ``global`` mode it would break the capture.
     """
 
     def __init__(
@@ -138,15 +118,12 @@ class CudaPool(GraphPool):
         stream: torch.cuda.Stream | None = None,
         error_mode: CaptureErrorMode = "thread_local",
         generators: tuple[torch.Generator, ...] = (),
-        instantiates_in_background: bool = True,
     ) -> None:
         super().__init__(device)
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle() if handle is None else handle
         self.stream = torch.cuda.Stream(device.torch_device) if stream is None else stream
         self.error_mode: CaptureErrorMode = error_mode
         self.generators = generators
-        self.instantiates_in_background = instantiates_in_background and error_mode != "global"
-        self._worker: ThreadPoolExecutor | None = None
         self.tracker = StreamTracker(self.stream)
         self._last_stream = 0
         self._has_last_stream = False
@@ -191,12 +168,6 @@ class CudaPool(GraphPool):
 
     def new_graph(self) -> CudaGraph:
         return CudaGraph(self)
-
-    def instantiate(self, graph: torch.cuda.CUDAGraph) -> Future[None]:
-        """Makes a captured graph launchable, in the pool's worker thread."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="sgl_piecewise_instantiate")
-        return self._worker.submit(_instantiate, graph, self.device.torch_device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         index = self.device.torch_device.index

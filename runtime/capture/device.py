@@ -68,14 +68,6 @@ class DeviceGraph(abc.ABC):
         """Returns what does the same as ``replay``, at the least cost, once the graph is ready."""
         return self.replay
 
-    def wait_until_ready(self) -> None:
-        """Waits until ``replay`` can launch, where ``end`` left work to another thread.
-
-        Raises:
-            torch.OutOfMemoryError: The device has no room for the graph.
-        """
-        return
-
     @abc.abstractmethod
     def reset(self) -> None:
         """Frees the graph; it cannot be replayed any more. Idempotent."""

@@ -49,7 +49,7 @@ class Recording:
         self._steps: tuple[Callable[[], None], ...] = tuple(
             step for step in (segment.bind() for segment in segments) if step is not None
         )
-        self._is_ready = False
+        self._addresses_checked = False
 
     @property
     def num_graph_segments(self) -> int:
@@ -90,8 +90,8 @@ class Recording:
                 f"Recording {self.key} was replayed inside a capture. A graph cannot launch graphs while it is "
                 "being recorded; put the call into a function marked @eager_on_graph."
             )
-        if not self._is_ready:
-            self.make_ready()
+        if not self._addresses_checked:
+            self.check_static_addresses()
         # Bodies run as they did at capture: without autograd, whatever the caller's mode is now.
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -108,21 +108,7 @@ class Recording:
             MovedAddressError: One moved; names it.
         """
         self._statics.check()
-
-    def make_ready(self) -> None:
-        """Waits for graphs that are still being made launchable and checks the static addresses.
-
-        The first replay does it if nobody did before.
-
-        Raises:
-            MovedAddressError: A static tensor moved; names it.
-            torch.OutOfMemoryError: The device has no room for the graphs.
-        """
-        for segment in self.segments:
-            if isinstance(segment, GraphSegment):
-                segment.graph.wait_until_ready()
-        self.check_static_addresses()
-        self._is_ready = True
+        self._addresses_checked = True
 
     def reset(self) -> None:
         """Frees the graphs. The pool's memory goes back once no recording uses it. Idempotent."""

@@ -129,7 +129,8 @@ class CaptureSession:
         """Breaks the capture for one marked call (design 5.1); in full mode captures it."""
         if self.mode == "full":
             return mark.fn(*args, **kwargs)
-        where = f"{self.key}, break {sum(isinstance(s, EagerSegment) for s in self._segments)}"
+        # Graph and eager segments alternate, and a graph segment is open.
+        where = f"{self.key}, break {len(self._segments) // 2}"
         if torch.is_grad_enabled():
             _refuse_grad((args, kwargs), f"an argument of break {mark.name!r} ({where})")
         self._end_segment()

@@ -71,6 +71,10 @@ class OutputCut:
 
     def apply(self, outputs: Any, real_size: int | None, padded_size: int | None, *, copy: bool) -> Any:
         """Returns the outputs cut to the real size; fresh copies, or views of graph memory."""
+        if type(outputs) is torch.Tensor:
+            dim = self.dims()[0] if real_size != padded_size else None
+            real = outputs if dim is None or real_size is None else outputs.narrow(dim, 0, real_size)
+            return real.clone() if copy else real
         leaves, spec = tree.flatten(outputs)
         dims = self.dims() if real_size != padded_size else [None] * len(leaves)
         cut = []

@@ -7,51 +7,72 @@ memory, so recordings check on their first replay and whenever asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError, MovedAddressError
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor: where it is looked up again, and its address at capture."""
+
+    name: str
+    holder: Mapping[str, Any]
+    key: str
+    address: int
+
+
 class StaticTensors:
     """Named tensors whose addresses must not change.
 
-    A source is asked again at every check, so a parameter that was rebound is noticed.
+    Tensors are looked up again at every check where their module keeps them, so a parameter or
+    submodule that was replaced is noticed.
 
     Args:
         named: Tensors registered by hand, by name.
         module: A module whose parameters and buffers are all registered, under their own names.
+
+    Raises:
+        ConfigError: ``named`` holds something that is not a tensor.
     """
 
     def __init__(
         self, named: Mapping[str, torch.Tensor] | None = None, module: torch.nn.Module | None = None
     ) -> None:
-        self._sources: list[Callable[[], Iterator[tuple[str, torch.Tensor]]]] = []
-        if named:
-            frozen = dict(named)
-            for name, tensor in frozen.items():
-                if not isinstance(tensor, torch.Tensor):
-                    raise ConfigError(
-                        f"static_tensors[{name!r}] must be a tensor, got {type(tensor).__name__}."
-                    )
-            self._sources.append(lambda: iter(frozen.items()))
-        if module is not None:
-            self._sources.append(lambda: _module_tensors(module))
-        self._captured: dict[str, int] = {}
-        self._captured_storages: frozenset[int] = frozenset()
+        self._named = dict(named or {})
+        self._module = module
+        for name, tensor in self._named.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(f"static_tensors[{name!r}] must be a tensor, got {type(tensor).__name__}.")
+        self._entries: list[_Entry] = []
+        self._submodules: list[tuple[str, Mapping[str, Any], str, Any]] = []
+        self._storages: frozenset[int] | None = None
 
     def note_addresses(self) -> None:
-        """Takes the present addresses as those that the graphs hold."""
-        tensors = dict(self._named())
-        self._captured = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self._captured_storages = frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in tensors.values()
-        )
+        """Takes the present addresses as those that the graphs hold; later calls check them.
+
+        Raises:
+            MovedAddressError: Noted before, and a tensor moved since.
+        """
+        if self._storages is not None:
+            self.check()
+            return
+        found = [("", self._named, name, tensor) for name, tensor in self._named.items()]
+        if self._module is not None:
+            found += list(_module_tensors(self._module))
+            self._submodules = list(_submodules(self._module))
+        self._entries = [
+            _Entry(prefix + key, holder, key, tensor.data_ptr()) for prefix, holder, key, tensor in found
+        ]
+        self._storages = frozenset(tensor.untyped_storage().data_ptr() for _, _, _, tensor in found)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tells whether the tensor lies in a registered storage (as of ``note_addresses``)."""
-        return tensor.untyped_storage().data_ptr() in self._captured_storages
+        return bool(self._storages) and tensor.untyped_storage().data_ptr() in (self._storages or ())
 
     def check(self) -> None:
         """Compares addresses now with those noted.
@@ -59,26 +80,44 @@ class StaticTensors:
         Raises:
             MovedAddressError: A tensor moved or is gone; names it.
         """
-        now = dict(self._named())
-        for name, captured in self._captured.items():
-            tensor = now.get(name)
-            if tensor is None:
+        for entry in self._entries:
+            tensor = entry.holder.get(entry.key)
+            if tensor is None or tensor.data_ptr() != entry.address:
+                raise _moved(entry, tensor)
+        for name, holder, key, child in self._submodules:
+            if holder.get(key) is not child:
                 raise MovedAddressError(
-                    f"Static tensor {name!r} was at 0x{captured:x} at capture and is gone now. "
-                    "The graphs still read that memory; capture again after changing the module."
-                )
-            if tensor.data_ptr() != captured:
-                raise MovedAddressError(
-                    f"Static tensor {name!r} moved: captured at 0x{captured:x}, now at "
-                    f"0x{tensor.data_ptr():x}. The graphs still read the old memory. Update it in place "
-                    "(`tensor.copy_(...)`), or capture again."
+                    f"Submodule {name!r} was replaced after capture. The graphs still read the parameters of the "
+                    "old one. Update parameters in place (`tensor.copy_(...)`), or capture again."
                 )
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for source in self._sources:
-            yield from source()
+
+def _moved(entry: _Entry, tensor: torch.Tensor | None) -> MovedAddressError:
+    if tensor is None:
+        return MovedAddressError(
+            f"Static tensor {entry.name!r} was at 0x{entry.address:x} at capture and is gone now. "
+            "The graphs still read that memory; capture again after changing the module."
+        )
+    return MovedAddressError(
+        f"Static tensor {entry.name!r} moved: captured at 0x{entry.address:x}, now at "
+        f"0x{tensor.data_ptr():x}. The graphs still read the old memory. Update it in place "
+        "(`tensor.copy_(...)`), or capture again."
+    )
 
 
-def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+    """Lists parameters and buffers as (prefix, holder, key, tensor)."""
+    for path, owner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for holder in (owner._parameters, owner._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    yield prefix, holder, key, tensor
+
+
+def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:
+    """Lists submodules as (name, holder, key, child)."""
+    for path, owner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, child in owner._modules.items():
+            yield prefix + key, owner._modules, key, child

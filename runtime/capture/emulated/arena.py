@@ -15,7 +15,7 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,12 @@ def poison_range(address: int, num_bytes: int, is_bool: bool) -> None:
         return
     memory = (ctypes.c_char * num_bytes).from_address(address)
     torch.frombuffer(memory, dtype=torch.int32).fill_(_POISON)
+
+
+def holds_poison(tensor: torch.Tensor) -> bool:
+    """Tells whether an int32 or int64 tensor has an element that was poisoned and not written since."""
+    poison = _POISON if tensor.dtype is torch.int32 else _POISON << 32 | _POISON
+    return bool((tensor == poison).any())
 
 
 class Arena:
@@ -130,8 +136,15 @@ class Arena:
         weakref.finalize(buffer, self._died.append, block).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
-    def drain(self) -> list[Block]:
-        """Makes the blocks whose storages died free again and returns them, oldest first."""
+    def drain(self, keep: Collection[int] = ()) -> list[Block]:
+        """Makes the blocks whose storages died free again.
+
+        Args:
+            keep: Addresses of blocks that must not be handed out yet; `give_free` them later.
+
+        Returns:
+            All blocks that died since the last call, oldest first.
+        """
         if not self._died:
             return []
         blocks = []
@@ -139,9 +152,15 @@ class Arena:
             while self._died:
                 block = self._died.popleft()
                 del self._live[block.address]
-                self._give_free(block)
+                if block.address not in keep:
+                    self._give_free(block)
                 blocks.append(block)
         return blocks
+
+    def give_free(self, block: Block) -> None:
+        """Lets a block be handed out that `drain` kept."""
+        with self._lock:
+            self._give_free(block)
 
     def _take_free(self, num_bytes: int, stream: int) -> int | None:
         """First fit among the stream's free ranges."""

@@ -15,8 +15,10 @@ from ..device import DeviceGraph, GraphDevice, GraphPool, PoolMemory
 from . import arena as arena_module
 from .arena import Arena, rounded_bytes
 from .graph import EmulatedGraph
+from .opaque import compiled_code_patches
 from .recorder import Recorder
 from .streams import CAPTURE_STREAM
+from .torch_streams import STREAM_PATCHES, StreamNames, StreamWatch
 
 _SCOPES = threading.local()
 
@@ -33,6 +35,7 @@ class EmulatedPool(GraphPool):
         self.arena = Arena(device.reserve)
         self._recorder: Recorder | None = None
         self._thread: int | None = None
+        self._stream_names = StreamNames()
 
     def order_after_last_use(self) -> None:
         # The CPU has finished a replay when it returns.
@@ -45,11 +48,14 @@ class EmulatedPool(GraphPool):
                 "Capture inside capture: this thread, or this pool, is capturing already. Finish the outer "
                 "capture first, or call the inner callable without capturing it."
             )
-        recorder = Recorder(self.arena)
+        streams = StreamWatch(self._stream_names)
+        recorder = Recorder(self.arena, streams)
         recorder.forget_frees()
         _SCOPES.is_open = True
         self._recorder, self._thread = recorder, threading.get_ident()
         try:
+            STREAM_PATCHES.watch(streams)
+            compiled_code_patches().watch(recorder)
             with recorder:
                 yield
         finally:
@@ -57,6 +63,8 @@ class EmulatedPool(GraphPool):
                 recorder.abort()
                 recorder.forget_frees()
             finally:
+                compiled_code_patches().unwatch()
+                STREAM_PATCHES.unwatch()
                 self._recorder = self._thread = None
                 _SCOPES.is_open = False
 

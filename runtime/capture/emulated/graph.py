@@ -10,6 +10,8 @@ from ... import torch_private
 from ...errors import CaptureError, ReplayError
 from ..device import DeviceGraph
 from .recording import Operation
+from .refusals import REFUSALS
+from .rules import user_line
 
 if TYPE_CHECKING:
     from .device import EmulatedPool
@@ -50,6 +52,15 @@ class EmulatedGraph(DeviceGraph):
     def replay(self) -> None:
         if self._operations is None:
             raise ReplayError("This graph holds nothing to replay: it was never ended, or it was reset.")
+        outer = REFUSALS.watcher()
+        if outer is not None:
+            raise outer.invalidate(
+                CaptureError(
+                    f"A graph was replayed at {user_line()} while another one is being recorded. They cannot "
+                    "nest; call the captured function's original, or replay in a function marked "
+                    "@eager_on_graph on a pool of its own."
+                )
+            )
         order = self._orders[self._num_replays % len(self._orders)]
         self._num_replays += 1
         # A launch is seen by no mode, and neither grad mode nor autocast of the caller matters.

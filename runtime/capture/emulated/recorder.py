@@ -8,7 +8,7 @@ how a recording is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from ...errors import CaptureError, CaptureForbiddenError, SglPiecewiseError
 from . import rules
 from .arena import Arena, Block
 from .recording import Recording, replayed, tensors_in
+from .refusals import REFUSALS
 from .streams import CAPTURE_STREAM, StreamOrder
-from .undefined import run_on_defined_values
+from .torch_streams import StreamWatch
+from .undefined import StandIns, run_on_defined_values
 
 _EMPTY = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -43,10 +45,12 @@ class Recorder(TorchDispatchMode):
         """An ordinary mode would switch torch.compile off silently."""
         return True
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, streams: StreamWatch) -> None:
         super().__init__()
         self.arena = arena
         self.recording: Recording | None = None
+        self._streams = streams
+        self._open_forks: list[int] = []
         self._freed_between: list[Block] = []
         self._opaque: str | None = None
 
@@ -56,11 +60,13 @@ class Recorder(TorchDispatchMode):
         """Starts a recording; what was freed since the last one is poisoned at its start."""
         with torch_private.without_dispatch_modes():
             self.drain()
-            recording = Recording(arena=self.arena, order=StreamOrder())
+            recording = Recording(arena=self.arena, order=StreamOrder(self._open_forks))
             for address, num_bytes, is_bool in self._still_free(self._freed_between):
                 recording.add_poison_range(address, num_bytes, is_bool, CAPTURE_STREAM)
             self._freed_between.clear()
         self.recording = recording
+        self._streams.begin(recording)
+        REFUSALS.watch(recording)
         return recording
 
     def end(self) -> Recording:
@@ -68,16 +74,19 @@ class Recorder(TorchDispatchMode):
 
         Raises:
             CaptureForbiddenError: Captured code did something forbidden and went on.
+            UnjoinedStreamError: The same, with streams.
         """
         with torch_private.without_dispatch_modes():
             recording = self._stop()
             try:
                 if recording.error is None:
                     recording.generators.check_all()
+                self._open_forks = recording.join()
             finally:
                 recording.undo()
+                self.recording = None
         if recording.error is not None:
-            raise CaptureForbiddenError(
+            raise type(recording.error)(
                 "The graph is invalid: captured code did what a graph cannot hold and went on after the "
                 f"error. {recording.error}"
             ) from recording.error
@@ -88,9 +97,14 @@ class Recorder(TorchDispatchMode):
         if self.recording is not None:
             self._opaque = None
             with torch_private.without_dispatch_modes():
-                self._stop().undo()
+                recording = self._stop()
+                recording.join()
+                recording.undo()
+            self.recording = None
+        self._open_forks = []
 
     def _stop(self) -> Recording:
+        """Ends the watching. ``recording`` stays until all is undone, in case that is interrupted."""
         recording = self.recording
         if recording is None:
             raise CaptureError("No graph is being recorded: begin() comes before end().")
@@ -99,8 +113,9 @@ class Recorder(TorchDispatchMode):
                 f"A break inside {self._opaque}: compiled code is one operation to a recording and cannot be "
                 "left in its middle. Compile with a backend that splits at marks, or mark the caller."
             )
+        REFUSALS.unwatch()
+        self._streams.end()
         self.drain()
-        self.recording = None
         return recording
 
     def forget_frees(self) -> None:
@@ -110,11 +125,12 @@ class Recorder(TorchDispatchMode):
 
     def drain(self) -> None:
         """Takes note of the blocks that were freed since the last call."""
-        for block in self.arena.drain():
-            if self.recording is not None:
-                self.recording.add_poison(block)
-            else:
-                self._freed_between.append(block)
+        recording = self.recording
+        if recording is None:
+            self._freed_between.extend(self.arena.drain())
+            return
+        for block in self.arena.drain(keep=recording.shared):
+            recording.add_free(block)
 
     def _still_free(self, blocks: Iterable[Block]) -> list[tuple[int, int, bool]]:
         """Cuts what was handed out again out of freed blocks."""
@@ -154,14 +170,15 @@ class Recorder(TorchDispatchMode):
             if torch_private.is_higher_order(func):
                 return self._enter_higher_order(func, args, kwargs)
             if torch_private.is_composite(func):
-                with self:
+                with torch_private.reentered(self):
                     return torch_private.call_composite(func, args, kwargs)
             if torch_private.has_python_kernel(func):
-                with self:
+                with torch_private.reentered(self):
                     return torch_private.call_cpu_kernel(func, args, kwargs)
             return self._record(recording, func, args, kwargs)
-        except CaptureForbiddenError as err:
-            recording.error = recording.error or err
+        except CaptureError as err:
+            if self.recording is not None:
+                self.recording.invalidate(err)
             raise
 
     def _enter_higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,13 +188,14 @@ class Recorder(TorchDispatchMode):
                 f"{func} (a higher-order operator)",
                 "it has no eager body that the emulated device could look into",
             )
-        with self:
+        with torch_private.reentered(self):
             return body(*args, **kwargs)
 
     def _record(self, recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator, moves its results into the pool and writes it down."""
         self.drain()
         rules.check_operator(func, args, kwargs)
+        stream = self._streams.stream_of_work(recording)
         if torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         written = torch_private.written_arguments(func, args, kwargs)
@@ -193,18 +211,69 @@ class Recorder(TorchDispatchMode):
 
         draws = is_random and recording.generators.note_draw(generator)
         is_bytes_only = func._schema.name.partition("::")[2] in _EMPTY
-        self._move_grown(recording, written, addresses)
+        self._move_grown(recording, written, addresses, stream)
         outputs = tensors_in(result)
-        targets = self._move_fresh(recording, func, outputs, tensors_in(args) + tensors_in(kwargs))
+        targets = self._move_fresh(recording, func, outputs, tensors_in(args) + tensors_in(kwargs), stream)
         if is_bytes_only:
             for _, alias in targets:
                 block = self.arena.live_block(alias.untyped_storage().data_ptr())
                 if block is not None:
-                    recording.add_poison(block)
+                    recording.add_poison(block, stream)
         elif targets or written:
             run = replayed(str(func), func, recording.alias(args), _alias_kwargs(recording, kwargs), targets)
-            recording.add(str(func), run, CAPTURE_STREAM, draws_random=draws)
+            recording.add(str(func), run, stream, draws_random=draws)
         return result
+
+    def record_opaque(
+        self,
+        call: Callable[[list[Any]], Any],
+        inputs: list[Any],
+        name: str,
+        mutated: Collection[int] | None,
+    ) -> Any:
+        """Records code that does not dispatch; see `opaque.record_opaque`."""
+        recording = self.recording
+        if recording is None:
+            return call(inputs)
+        with torch_private.without_dispatch_modes():
+            self.drain()
+            stream = self._streams.stream_of_work(recording)
+            for index, value in enumerate(inputs):
+                if mutated is None or index in mutated:
+                    for tensor in tensors_in(value):
+                        recording.save(tensor)
+            recording.generators.check(torch.default_generator)
+            kept = recording.alias(list(inputs))
+            stand_ins = StandIns(0.5, 0, only_poisoned_integers=True)
+            self._opaque = name
+            REFUSALS.unwatch()
+            try:
+                result = stand_ins.take_back(call(stand_ins.put(list(inputs))))
+            finally:
+                REFUSALS.watch(recording)
+                self._opaque = None
+            draws = recording.generators.note_draw(torch.default_generator)
+            result, targets = self._copy_fresh(recording, result, tensors_in(inputs), stream)
+            run = replayed(name, lambda: call(list(kept)), (), {}, targets)
+            recording.add(name, run, stream, draws_random=draws)
+        return result
+
+    def _copy_fresh(
+        self, recording: Recording, result: Any, inputs: list[torch.Tensor], stream: int
+    ) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
+        """As `_move_fresh`, with new tensor objects: compiled code may keep what it returns."""
+        originals = tensors_in(result)
+        fresh = {id(tensor): torch.empty(0, dtype=tensor.dtype) for tensor in originals}
+        known = {torch_private.storage_key(tensor) for tensor in inputs}
+        for tensor in originals:
+            copy = fresh[id(tensor)]
+            if torch_private.storage_key(tensor) in known:
+                fresh[id(tensor)] = tensor
+            else:
+                copy.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        copies = [fresh[id(tensor)] for tensor in originals]
+        targets = self._move_fresh(recording, "compiled code", copies, inputs, stream)
+        return _replace(result, iter(copies)), targets
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator; if the values refuse it, on other values: a recording has no values."""
@@ -216,7 +285,12 @@ class Recorder(TorchDispatchMode):
             return run_on_defined_values(func, args, kwargs, err)
 
     def _move_fresh(
-        self, recording: Recording, func: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+        self,
+        recording: Recording,
+        func: Any,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        stream: int,
     ) -> list[tuple[int, torch.Tensor]]:
         """Moves results with storages of their own into the pool.
 
@@ -231,30 +305,44 @@ class Recorder(TorchDispatchMode):
                     str(func), f"the emulated device only holds dense tensors, this result is {output.layout}"
                 )
             key = torch_private.storage_key(output)
-            if key not in known and output.untyped_storage().nbytes():
+            if key not in known and output.is_cpu and output.untyped_storage().nbytes():
                 groups.setdefault(key, []).append(index)
         targets: list[tuple[int, torch.Tensor]] = []
         for members in groups.values():
-            self._move(recording, [outputs[index] for index in members])
+            self._move(recording, [outputs[index] for index in members], stream)
             targets.append((members[0], recording.alias(outputs[members[0]])))
         return targets
 
-    def _move_grown(self, recording: Recording, written: list[torch.Tensor], addresses: list[int]) -> None:
+    def _move_grown(
+        self, recording: Recording, written: list[torch.Tensor], addresses: list[int], stream: int
+    ) -> None:
         """Moves ``out=`` arguments that the operator had to allocate into the pool."""
         for tensor, address in zip(written, addresses, strict=True):
             if tensor.untyped_storage().data_ptr() != address:
-                self._move(recording, [tensor])
+                self._move(recording, [tensor], stream)
 
-    def _move(self, recording: Recording, tensors: list[torch.Tensor]) -> None:
+    def _move(self, recording: Recording, tensors: list[torch.Tensor], stream: int) -> None:
         """Moves tensors that share one storage into one block, bytes and objects kept."""
         source = tensors[0].untyped_storage()
-        target = self._allocate(recording, source.nbytes(), tensors[0].dtype is torch.bool)
+        target = self._allocate(recording, source.nbytes(), tensors[0].dtype is torch.bool, stream)
         target.copy_(source)
         for tensor in tensors:
             tensor.set_(target, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def _allocate(self, recording: Recording, num_bytes: int, is_bool: bool) -> torch.UntypedStorage:
-        return self.arena.allocate(num_bytes, stream=CAPTURE_STREAM, is_bool=is_bool, epoch=recording.epoch)
+    def _allocate(
+        self, recording: Recording, num_bytes: int, is_bool: bool, stream: int
+    ) -> torch.UntypedStorage:
+        recording.poison_freed(stream)
+        return self.arena.allocate(num_bytes, stream=stream, is_bool=is_bool, epoch=recording.epoch)
+
+
+def _replace(result: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Puts other tensors into a result, in the order of `tensors_in`."""
+    if isinstance(result, torch.Tensor):
+        return next(tensors)
+    if isinstance(result, list | tuple):
+        return type(result)(_replace(item, tensors) for item in result)
+    return result
 
 
 def _alias_kwargs(recording: Recording, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ... import torch_private
-from ...errors import CaptureForbiddenError, ReplayError
+from ...errors import CaptureError, ReplayError
 from . import arena as arena_module
 from .arena import Arena, Block
 from .streams import CAPTURE_STREAM, StreamOrder
@@ -48,6 +48,9 @@ class Recording:
         memory: Undoes writes to memory from before.
         generators: Undoes draws.
         epoch: Serial number; blocks allocated here carry it.
+        freed: Blocks that died and are not poisoned yet, by stream.
+        kept: Blocks that died and must not be handed out before the graph's end.
+        shared: Addresses of blocks that another stream uses too (``Tensor.record_stream``).
         error: What invalidated the recording, if something did.
     """
 
@@ -57,7 +60,15 @@ class Recording:
     memory: MemoryUndo = field(default_factory=MemoryUndo)
     generators: GeneratorUndo = field(default_factory=GeneratorUndo)
     epoch: int = field(default_factory=_EPOCHS.__next__)
-    error: CaptureForbiddenError | None = None
+    freed: dict[int, list[Block]] = field(default_factory=dict)
+    kept: list[Block] = field(default_factory=list)
+    shared: set[int] = field(default_factory=set)
+    error: CaptureError | None = None
+
+    def invalidate(self, error: CaptureError) -> CaptureError:
+        """Notes what makes this recording worthless, even if captured code swallows the error."""
+        self.error = self.error or error
+        return error
 
     def add(
         self, name: str | None, run: Callable[[], None], stream: int, *, draws_random: bool = False
@@ -66,15 +77,30 @@ class Recording:
         self.order.place(stream, draws_random=draws_random)
         self.operations.append(Operation(name=name, run=run))
 
-    def add_poison(self, block: Block) -> None:
-        """Appends the poisoning of a freed or uninitialised block, and poisons it now."""
-        # A stream that takes no part here cannot allocate without being forked first, which
-        # orders it after everything before: then the capture stream's place is as good.
-        stream = block.stream if self.order.is_member(block.stream) else CAPTURE_STREAM
+    def add_free(self, block: Block) -> None:
+        """Takes note that a block died: from here on its contents are undefined.
+
+        With one stream it is poisoned at once. With several, another stream may still be reading
+        it; as on CUDA that is safe until the block's own stream allocates again.
+        """
+        if block.address in self.shared:
+            self.kept.append(block)
+        elif self.order.has_forks() or not self.order.is_member(block.stream):
+            self.freed.setdefault(block.stream, []).append(block)
+        else:
+            self.add_poison(block, block.stream)
+
+    def poison_freed(self, stream: int) -> None:
+        """Poisons what the stream has freed; it is about to allocate."""
+        for block in self.freed.pop(stream, ()):
+            self.add_poison(block, stream)
+
+    def add_poison(self, block: Block, stream: int) -> None:
+        """Poisons a block, now and in every replay."""
         self.add_poison_range(block.address, block.num_bytes, block.is_bool, stream)
 
     def add_poison_range(self, address: int, num_bytes: int, is_bool: bool, stream: int) -> None:
-        """As `add_poison`, for a part of the arena."""
+        """As `add_poison`, for any aligned part of the arena."""
 
         def run() -> None:
             arena_module.poison_range(address, num_bytes, is_bool)
@@ -82,12 +108,35 @@ class Recording:
         run()
         self.add(None, run, stream)
 
+    def share(self, tensor: torch.Tensor, stream: int) -> None:
+        """Notes that ``stream`` uses a block of another stream: it is not free before the graph's end."""
+        block = self.arena.live_block(tensor.untyped_storage().data_ptr())
+        if block is not None and block.stream != stream:
+            self.shared.add(block.address)
+
     def save(self, tensor: torch.Tensor) -> None:
         """Keeps what the tensor's storage holds before a write, unless it was made in this recording."""
         storage = tensor.untyped_storage()
         block = self.arena.live_block(storage.data_ptr())
         if block is None or block.epoch != self.epoch:
             self.memory.save(storage)
+
+    def join(self) -> list[int]:
+        """Joins all streams at the graph's end, when blocks used by several of them become free.
+
+        Returns:
+            The streams that captured code had forked and not joined.
+        """
+        unjoined = self.order.join_all()
+        for blocks in self.freed.values():
+            for block in blocks:
+                self.add_poison(block, CAPTURE_STREAM)
+        for block in self.kept:
+            self.add_poison(block, CAPTURE_STREAM)
+            self.arena.give_free(block)
+        self.freed.clear()
+        self.kept.clear()
+        return unjoined
 
     def undo(self) -> None:
         """Makes memory and generators as if nothing had been executed."""

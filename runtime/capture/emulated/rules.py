@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,15 +19,37 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _RUNTIME_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _REMEDY = "Put it into a function marked @eager_on_graph, or do it before the capture."
 
+_HOST_SYNC = "it gives a value to the host, which would have to wait for work that is only written down"
+_SHAPE = "the shape of its result depends on values, which a graph does not have"
+_ERROR_CHECK = "on CUDA it checks for errors on the host, which would have to wait for the device"
+_HOST_DATA = (
+    "it copies a host list or array to the device from pageable memory, which CUDA refuses during capture, "
+    "and a replay would not see other values"
+)
+
+# Composite parts of linalg.inv, cholesky, solve and others that look at the error code.
+_CHECKS_ERRORS = frozenset(
+    (
+        "aten::_linalg_check_errors",
+        "aten::_linalg_eigh",
+        "aten::_linalg_svd",
+        "aten::linalg_eig",
+        "aten::_linalg_eigvals",
+        "aten::linalg_lstsq",
+        "aten::embedding_renorm_",
+    )
+)
+_MASK_TYPES = (torch.bool, torch.uint8)
+
 
 def user_line() -> str:
     """Returns ``file:line`` of the nearest frame that is neither PyTorch's nor this runtime's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH_FOLDER, _RUNTIME_FOLDER)) and not filename.startswith("<"):
+        if not filename.startswith((_TORCH_FOLDER, _RUNTIME_FOLDER, "<")):
             return f"{filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "an unknown line"
 
 
@@ -36,4 +59,77 @@ def forbidden(what: str, why: str, remedy: str = _REMEDY) -> CaptureForbiddenErr
 
 
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises CaptureForbiddenError for an operator that CUDA refuses to capture."""
+    """Refuses an operator that CUDA refuses to capture.
+
+    Raises:
+        CaptureForbiddenError: Names the operator, the reason and the user's line.
+    """
+    name: str = func._schema.name
+    tags = func.tags
+    if name in _CHECKS_ERRORS:
+        raise forbidden(str(func), _ERROR_CHECK)
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        _check_indices(func, args)
+    elif name == "aten::lift_fresh":
+        # Zero dimensions are baked, as a Python scalar is.
+        if args[0].dim() > 0:
+            raise forbidden("A tensor made from host data (torch.tensor([...]))", _HOST_DATA, _HOST_REMEDY)
+    elif name == "aten::repeat_interleave":
+        if kwargs.get("output_size") is None:
+            raise forbidden(str(func), _SHAPE, "Give output_size=, or put it into a marked function.")
+    elif name == "aten::histc":
+        if _argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"):
+            raise forbidden(str(func), _HOST_SYNC, "Give min= and max=, or put it into a marked function.")
+    elif name == "aten::normal":
+        if isinstance(_argument(func, args, kwargs, "std"), torch.Tensor):
+            raise forbidden(
+                str(func), f"it checks std on the host; {_HOST_SYNC}", "Scale torch.randn instead."
+            )
+    elif name == "aten::multinomial":
+        if args[1] == 1 or not _argument(func, args, kwargs, "replacement"):
+            raise forbidden(
+                str(func),
+                f"it checks the probabilities on the host; {_HOST_SYNC}",
+                "Use (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1), or a function "
+                "marked @eager_on_graph.",
+            )
+    elif torch.Tag.data_dependent_output in tags:
+        raise forbidden(str(func), _HOST_SYNC)
+    elif torch.Tag.dynamic_output_shape in tags:
+        raise forbidden(str(func), _SHAPE)
+    elif name == "aten::_pin_memory":
+        raise forbidden(str(func), "pinning host memory is refused by CUDA during capture")
+
+
+_HOST_REMEDY = (
+    "Make the tensor before the capture, compute it with operators (torch.arange, torch.full), or put this into "
+    "a function marked @eager_on_graph."
+)
+
+
+def _check_indices(func: Any, args: tuple[Any, ...]) -> None:
+    """Integer indices are harmless; masks are turned into indices, whose number depends on values."""
+    indices = [index for index in args[1] if index is not None]
+    masks = [index for index in indices if index.dtype in _MASK_TYPES]
+    if not masks:
+        return
+    is_fill = (
+        func._schema.name != "aten::index"
+        and len(indices) == 1
+        and args[2].dim() == 0
+        and not (len(args) > 3 and args[3])
+    )
+    if not is_fill:  # x[mask] = 0 becomes masked_fill_.
+        raise forbidden(
+            f"Indexing with a mask ({func})",
+            _SHAPE,
+            "Use torch.where or masked_fill, which keep the shape, or a function marked @eager_on_graph.",
+        )
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Returns an operator's argument by name, its default if it was not given."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
+    raise KeyError(name)

@@ -27,6 +27,7 @@ class StreamOrder:
         self._streams: list[int] = []
         self._dependencies: list[frozenset[int]] = []
         self._next: dict[int, frozenset[int]] = {CAPTURE_STREAM: frozenset()}
+        self._joined_into: dict[int, int] = {}
         self._last_draw: int | None = None
         for stream in forked:
             self._next[stream] = frozenset()
@@ -35,9 +36,9 @@ class StreamOrder:
         """Tells whether work on the stream is part of this recording."""
         return stream in self._next
 
-    def members(self) -> list[int]:
-        """Returns the streams that take part."""
-        return list(self._next)
+    def has_forks(self) -> bool:
+        """Tells whether another stream than the capture stream takes part."""
+        return len(self._next) > 1
 
     def place(self, stream: int, *, draws_random: bool = False) -> None:
         """Appends an operation to a member stream.
@@ -56,25 +57,59 @@ class StreamOrder:
         self._streams.append(stream)
         self._dependencies.append(dependencies)
         self._next[stream] = frozenset((index,))
+        self._joined_into.pop(stream, None)
 
     def position(self, stream: int) -> frozenset[int]:
         """Returns the operations that whatever comes next on the stream waits for."""
         return self._next[stream]
 
-    def wait(self, stream: int, operations: frozenset[int]) -> None:
-        """Makes what comes next on ``stream`` wait for ``operations`` too; forks the stream if new."""
+    def wait(self, stream: int, operations: frozenset[int], *, awaited: int | None) -> None:
+        """Makes what comes next on ``stream`` wait for more; forks the stream if it is new here.
+
+        Args:
+            stream: The stream that waits.
+            operations: What it waits for.
+            awaited: The stream those are on, None if they are over already.
+        """
+        self._next.setdefault(stream, frozenset())
+        if awaited is not None and operations == self._next[awaited] and awaited != stream:
+            self._joined_into[awaited] = stream
         add_edges(self._next, stream, operations)
 
-    def precedes(self, operations: frozenset[int], later: frozenset[int]) -> bool:
-        """Tells whether all of ``operations`` are among ``later`` or what those wait for."""
+    def join_all(self) -> list[int]:
+        """Joins every stream into the capture stream, as the end of a graph does.
+
+        Returns:
+            The streams that were forked and not joined.
+        """
+        ordered = self._with_ancestors(self._next[CAPTURE_STREAM])
+        unjoined = [
+            stream
+            for stream, operations in self._next.items()
+            if not (self._reaches_capture_stream(stream) and operations <= ordered)
+        ]
+        for stream in unjoined:
+            self._next[CAPTURE_STREAM] |= self._next[stream]
+        return unjoined
+
+    def _reaches_capture_stream(self, stream: int) -> bool:
+        """Tells whether the stream was waited for, directly or by way of others."""
         seen: set[int] = set()
-        pending = list(later)
+        while stream != CAPTURE_STREAM and stream not in seen:
+            seen.add(stream)
+            stream = self._joined_into.get(stream, stream)
+        return stream == CAPTURE_STREAM
+
+    def _with_ancestors(self, operations: frozenset[int]) -> set[int]:
+        """Returns the operations and all that they wait for."""
+        seen: set[int] = set()
+        pending = list(operations)
         while pending:
             index = pending.pop()
             if index not in seen:
                 seen.add(index)
                 pending.extend(self._dependencies[index])
-        return operations <= seen
+        return seen
 
     def orders(self) -> list[list[int]]:
         """Returns orders that respect every wait, for replays to take in turn.

@@ -34,8 +34,9 @@ class MemoryUndo:
 class GeneratorUndo:
     """States of the random generators before a recording drew from them.
 
-    Also finds out when something else than a recorded operator changed a state: on CUDA seeding
-    during capture is refused, and a recording cannot hold it.
+    Restoring takes back what other threads drew from the same generator meanwhile. Also finds out
+    when a generator was seeded by something else than a recorded operator: CUDA refuses that during
+    capture, and a recording cannot hold it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,12 @@ class GeneratorUndo:
         Raises:
             CaptureForbiddenError: It was seeded or its state was set.
         """
-        if not torch.equal(self._watch(generator), generator.get_state()):
+        last = self._watch(generator)
+        if torch.equal(last, generator.get_state()):
+            return
+        if generator is torch.default_generator and not _is_freshly_seeded(generator, last):
+            self.note_draw(generator)  # Another thread drew from it.
+        else:
             raise CaptureForbiddenError(
                 f"A random generator ({generator}) was seeded, or its state was set, while a graph was being "
                 "recorded. CUDA refuses this: the seed belongs to the replay, not to the graph. Seed before "
@@ -80,3 +86,12 @@ class GeneratorUndo:
         for generator, first, _ in self._states.values():
             generator.set_state(first)
         self._states.clear()
+
+
+def _is_freshly_seeded(generator: torch.Generator, last: torch.Tensor) -> bool:
+    """Tells whether a generator was seeded since it was in the state ``last``."""
+    seed = generator.initial_seed()
+    before = torch.Generator()
+    before.set_state(last)
+    fresh = torch.Generator().manual_seed(seed).get_state()
+    return seed != before.initial_seed() or torch.equal(generator.get_state(), fresh)

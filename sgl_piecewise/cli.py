@@ -1,0 +1,191 @@
+"""The command ``sgl-piecewise``: words in, a report out, an exit code that says how it went.
+
+Exit codes: 0 done and right; 1 a strategy is wrong or could not be built; 2 a request that cannot
+be met; 130 interrupted. Errors of ours are one message without a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from sgl_piecewise.models.loading import DEFAULT_MODEL
+from sgl_piecewise.runtime.errors import SglPiecewiseError
+
+from .comparison.inputs import read_text
+from .comparison.language_model import ModelRequest, compare_language_model
+from .comparison.options import (
+    DEFAULT_CPU_ROUNDS,
+    DEFAULT_CUDA_ROUNDS,
+    DEFAULT_STRATEGIES,
+    CompareOptions,
+    default_sizes,
+    parse_names,
+    parse_sizes,
+    resolve_device,
+    resolve_dtype,
+    token_counts_for,
+)
+from .comparison.report import check_can_write, write_report
+from .comparison.table import print_report
+
+EXIT_WRONG = 1
+EXIT_REQUEST = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="sgl-piecewise",
+    help="CUDA graphs for PyTorch models that cannot be captured whole.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps commands named, however few there are."""
+
+
+@app.command()
+def compare(
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
+    ] = DEFAULT_MODEL,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
+    ] = "auto",
+    strategies: Annotated[str, typer.Option(help="Comma-separated; eager is always among them.")] = ",".join(
+        DEFAULT_STRATEGIES
+    ),
+    capture_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="As 16,32,64 or a range of the default ladder as 4..4096. "
+            "Default: 4..4096 on CUDA, 16,32,64,128 on a CPU."
+        ),
+    ] = None,
+    token_counts: Annotated[
+        str | None,
+        typer.Option(help="Token counts to run. Default: every capture size and one between each two."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text to run on. Default: one that ships.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the whole report to this file.")] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Timed rounds. Default: {DEFAULT_CUDA_ROUNDS} on CUDA, {DEFAULT_CPU_ROUNDS} on a CPU."
+        ),
+    ] = None,
+    inputs: Annotated[int, typer.Option(help="Different inputs at each token count.")] = 2,
+    warm_ups: Annotated[int, typer.Option(help="Untimed calls before the rounds of a token count.")] = 1,
+    layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
+    launch_segments: Annotated[
+        bool | None,
+        typer.Option(
+            "--launch-segments/--no-launch-segments",
+            help="Whether segments run while capturing. Default: capture's.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights, random tokens and orders.")] = 0,
+    download: Annotated[
+        bool, typer.Option("--download/--no-download", help="Whether the default model may be downloaded.")
+    ] = True,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+) -> None:
+    """Compare strategies on a model: values against eager first, then times, builds and memory."""
+    with _errors_as_messages(traceback):
+        torch_device = resolve_device(device)
+        is_cuda = torch_device.type == "cuda"
+        sizes = default_sizes(torch_device) if capture_sizes is None else parse_sizes(capture_sizes)
+        default_rounds = DEFAULT_CUDA_ROUNDS if is_cuda else DEFAULT_CPU_ROUNDS
+        options = CompareOptions(
+            strategies=parse_names(strategies),
+            capture_sizes=sizes,
+            num_rounds=default_rounds if rounds is None else rounds,
+            num_inputs=inputs,
+            num_warm_ups=warm_ups,
+            launch_segments=launch_segments,
+            seed=seed,
+        )
+        if json is not None:
+            check_can_write(json)
+        request = ModelRequest(
+            name=model,
+            device=torch_device,
+            dtype=resolve_dtype(dtype, torch_device),
+            text=read_text(text),
+            token_counts=token_counts_for(sizes)
+            if token_counts is None
+            else parse_sizes(token_counts, "token counts"),
+            num_layers=layers,
+            may_download=download,
+            command=tuple(sys.argv),
+        )
+        with _progress_bar() as on_progress:
+            report = compare_language_model(request, options, on_progress)
+        if json is not None:
+            write_report(report, json)
+            Console(stderr=True).print(Text(f"Wrote {json}"))
+        print_report(report, Console())
+    if report.has_failed:
+        raise typer.Exit(EXIT_WRONG)
+
+
+@contextlib.contextmanager
+def _errors_as_messages(shows_traceback: bool) -> Iterator[None]:
+    """Turns errors that say what to do into one message and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("Interrupted; nothing was written.")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (SglPiecewiseError, torch.OutOfMemoryError) as err:
+        if shows_traceback:
+            raise
+        message = Text.assemble(("Error: ", "bold red"), str(err))
+        Console(stderr=True, soft_wrap=True).print(message)
+        raise typer.Exit(EXIT_REQUEST) from None
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[_ProgressBar]:
+    """A bar on stderr, off where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield _ProgressBar(progress)
+
+
+class _ProgressBar:
+    """Shows one phase at a time; a new phase replaces the last."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("loading the model", total=None)
+        self._phase = ""
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self._phase:
+            self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(phase, total=total)
+            self._phase = phase
+        self._progress.update(self._task, completed=done, total=total)
+
+
+def main() -> None:
+    """Runs the command; the entry point of the package."""
+    app()

@@ -1,0 +1,179 @@
+"""The arms of a comparison: one strategy each, behind one small interface.
+
+A strategy is an entry of `STRATEGIES`; a new cell of the grid is a new entry. An arm must not
+know of other arms, of timing, or of reports.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.sizes import ShapeKey
+from sgl_piecewise.runtime.records import BuildRecord
+
+from .report import GraphMemory
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase's name, how many steps are done, and how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSetup:
+    """What every arm is made from.
+
+    Attributes:
+        model: The callable under comparison.
+        example: Positional arguments at the largest capture size.
+        capture_sizes: Ascending.
+        device: Captures graphs.
+        launch_segments: Whether closed segments run while capturing; None is capture's default.
+    """
+
+    model: Callable[..., torch.Tensor]
+    example: tuple[Any, ...]
+    capture_sizes: tuple[int, ...]
+    device: GraphDevice
+    launch_segments: bool | None
+
+
+class Arm(abc.ABC):
+    """One strategy, ready to be built and run."""
+
+    @abc.abstractmethod
+    def build(self, on_progress: Progress) -> BuildRecord | None:
+        """Makes every capture size ready; None where there is nothing to build."""
+
+    @abc.abstractmethod
+    def run(self, *arguments: Any) -> torch.Tensor:
+        """Returns the output's real rows for one input (fresh)."""
+
+    @abc.abstractmethod
+    def padded_size(self, num_tokens: int) -> int | None:
+        """Rows that a run of ``num_tokens`` computes; None where no graph holds them."""
+
+    @abc.abstractmethod
+    def fallbacks(self) -> dict[str, int]:
+        """Runs so far that did not come from a graph, by reason."""
+
+    @abc.abstractmethod
+    def memory(self) -> GraphMemory | None:
+        """What the graphs hold; None where there are none."""
+
+    @property
+    @abc.abstractmethod
+    def break_names(self) -> tuple[str, ...]:
+        """The marked calls between the graph segments of one forward, in order."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Frees the graphs."""
+
+
+class EagerArm(Arm):
+    """The reference: the model as it is, on the real tokens alone."""
+
+    def __init__(self, setup: ArmSetup) -> None:
+        self._model = setup.model
+
+    def build(self, on_progress: Progress) -> None:
+        """Nothing to build."""
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        return self._model(*arguments)
+
+    def padded_size(self, num_tokens: int) -> int:
+        """Eager pads nothing."""
+        return num_tokens
+
+    def fallbacks(self) -> dict[str, int]:
+        """Eager has nothing to fall back from."""
+        return {}
+
+    def memory(self) -> None:
+        """Eager has no graphs."""
+
+    @property
+    def break_names(self) -> tuple[str, ...]:
+        """Eager has no segments, so nothing between them."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class CapturedArm(Arm):
+    """The model captured as it is, without a compiler."""
+
+    def __init__(self, setup: ArmSetup, strategy: Literal["breakable", "full"]) -> None:
+        self._setup = setup
+        self._strategy: Literal["breakable", "full"] = strategy
+        self._built: CapturedCallable | None = None
+
+    def build(self, on_progress: Progress) -> BuildRecord:
+        self._built = capture(
+            self._setup.model,
+            self._setup.example,
+            strategy=self._strategy,
+            outputs="copy",
+            capture_sizes=self._setup.capture_sizes,
+            device=self._setup.device,
+            launch_segments=self._setup.launch_segments,
+            on_progress=on_progress,
+        )
+        return self._record
+
+    @property
+    def _record(self) -> BuildRecord:
+        record = self._captured.build
+        assert record is not None, "capture() returns with its record"
+        return record
+
+    @property
+    def _captured(self) -> CapturedCallable:
+        assert self._built is not None, "an arm is built before it is used"
+        return self._built
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        result: torch.Tensor = self._captured(*arguments)
+        return result
+
+    def padded_size(self, num_tokens: int) -> int | None:
+        size = self._captured.padded_size(num_tokens)
+        return size if ShapeKey(size=size) in self._captured.recordings else None
+
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self._captured.fallbacks)
+
+    def memory(self) -> GraphMemory:
+        built = [size for size in self._record.sizes if size.error is None]
+        driver_bytes = [size.driver_bytes for size in built if size.driver_bytes is not None]
+        return GraphMemory(
+            allocator_bytes=self._captured.pool.memory().reserved_bytes,
+            largest_alone_bytes=built[0].reserved_bytes if built else 0,
+            driver_bytes=sum(driver_bytes) if len(driver_bytes) == len(built) else None,
+        )
+
+    @property
+    def break_names(self) -> tuple[str, ...]:
+        recordings = list(self._captured.recordings.values())
+        return tuple(recordings[0].break_names) if recordings else ()
+
+    def close(self) -> None:
+        if self._built is not None:
+            self._built.reset()
+            self._built = None
+
+
+STRATEGIES: dict[str, Callable[[ArmSetup], Arm]] = {
+    "eager": EagerArm,
+    "full": lambda setup: CapturedArm(setup, "full"),
+    "breakable": lambda setup: CapturedArm(setup, "breakable"),
+}
+"""What can be compared, by name."""

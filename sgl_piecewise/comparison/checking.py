@@ -1,0 +1,216 @@
+"""Values before times: every strategy against padded eager, bit for bit.
+
+Each output is looked at only after the same strategy has run at another size: memory that was
+freed too early, or shared between sizes, shows then and not before. Token counts come in a
+seeded random order for the same reason.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_piecewise.runtime.errors import ConfigError
+
+from .arms import Progress
+from .candidate import Candidate
+from .inputs import InputSet, padded_to
+from .report import CaseValues, FirstDifference
+from .values import first_difference, max_abs_difference, next_token_agreement
+
+Model = Callable[..., torch.Tensor]
+
+
+def check_values(
+    model: Model,
+    candidates: Sequence[Candidate],
+    input_sets: Sequence[InputSet],
+    *,
+    seed: int,
+    on_progress: Progress,
+) -> None:
+    """Runs every candidate on every input and notes how its values differ from eager's.
+
+    Args:
+        model: The reference.
+        candidates: Eager among them: its entry shows what padding alone changes.
+        input_sets: Ascending by token count.
+        seed: Of the order.
+        on_progress: Told after every token count.
+
+    Raises:
+        ConfigError: The model gives no tensor of one row a token, or differs from itself.
+    """
+    order = list(range(len(input_sets)))
+    random.Random(seed).shuffle(order)
+    for done, index in enumerate(order):
+        on_progress("checking values", done, len(order))
+        other = input_sets[0] if index else input_sets[-1]
+        _CountCheck(model, candidates, input_sets[index], other).run()
+    on_progress("checking values", len(order), len(order))
+
+
+class _CountCheck:
+    """The check of one token count.
+
+    Args:
+        model: The reference.
+        candidates: Eager among them.
+        inputs: Of this token count.
+        other: Of another one; run between a candidate's output and the look at it.
+    """
+
+    def __init__(
+        self, model: Model, candidates: Sequence[Candidate], inputs: InputSet, other: InputSet
+    ) -> None:
+        self._model = model
+        self._candidates = candidates
+        self._inputs = inputs
+        self._other = other
+
+    def run(self) -> None:
+        """Checks every input and adds one entry to each candidate that ran."""
+        found: dict[str, list[CaseValues]] = {candidate.strategy: [] for candidate in self._candidates}
+        for input_index in range(len(self._inputs.inputs)):
+            # Padded sizes to outputs; made on demand, dropped with the input: logits are large.
+            references: dict[int, torch.Tensor] = {}
+            for candidate in self._candidates:
+                if not candidate.takes_part or not candidate.can_run(self._inputs.num_tokens):
+                    continue
+                try:
+                    entry = self._check_input(candidate, input_index, references)
+                except torch.OutOfMemoryError as err:
+                    candidate.problems[self._inputs.num_tokens] = f"eager is out of memory: {err}"
+                    continue
+                if entry is not None:
+                    found[candidate.strategy].append(entry)
+        for candidate in self._candidates:
+            if found[candidate.strategy]:
+                candidate.values.append(_worst(found[candidate.strategy]))
+
+    def _check_input(
+        self, candidate: Candidate, input_index: int, references: dict[int, torch.Tensor]
+    ) -> CaseValues | None:
+        """Checks one candidate on one input; None where it gave no output of the right shape."""
+        arguments, count = self._inputs.inputs[input_index], self._inputs.num_tokens
+        eager = self._reference(arguments, count, references)
+        padded_size = self._compared_size(candidate)
+        reference = self._reference(arguments, padded_size, references)
+        if candidate.is_reference:
+            return _differences(reference, eager, eager, count, padded_size)
+        got = candidate.run(arguments, count)
+        if got is None:
+            return None
+        if candidate.can_run(self._other.num_tokens):
+            candidate.run(self._other.inputs[0], self._other.num_tokens)
+        candidate.first_difference = _judge(reference, got, self._inputs, input_index, padded_size)
+        if candidate.first_difference is not None:
+            _check_repeatable(self._model, padded_to(arguments, padded_size), reference)
+        if got.shape != reference.shape:
+            return None
+        return _differences(reference, eager, got, count, padded_size)
+
+    def _reference(
+        self, arguments: tuple[Any, ...], num_rows: int, references: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns eager's real rows when it runs on ``num_rows`` rows."""
+        if num_rows not in references:
+            output = checked_output(self._model(*padded_to(arguments, num_rows)), num_rows)
+            references[num_rows] = output[: self._inputs.num_tokens]
+        return references[num_rows]
+
+    def _compared_size(self, candidate: Candidate) -> int:
+        """Eager itself is compared with eager padded as the first other candidate pads."""
+        compared = [other for other in self._candidates if other.takes_part and not other.is_reference]
+        for one in compared if candidate.is_reference else [candidate]:
+            size = one.arm.padded_size(self._inputs.num_tokens)
+            if size is not None:
+                return size
+        return self._inputs.num_tokens
+
+
+def checked_output(output: object, num_rows: int) -> torch.Tensor:
+    """Returns the model's output if it is a tensor of one row a token.
+
+    Raises:
+        ConfigError: It is something else; says what.
+    """
+    if isinstance(output, torch.Tensor) and output.dim() > 0 and output.shape[0] == num_rows:
+        return output
+    what = (
+        f"a tensor of shape {tuple(output.shape)}"
+        if isinstance(output, torch.Tensor)
+        else type(output).__name__
+    )
+    raise ConfigError(
+        f"The model returned {what} for {num_rows} tokens; compare needs one tensor with a row for each "
+        "token (dim 0). Wrap the model in a function that returns such a tensor."
+    )
+
+
+def _judge(
+    reference: torch.Tensor, got: torch.Tensor, inputs: InputSet, input_index: int, padded_size: int
+) -> FirstDifference | None:
+    """Returns where ``got`` differs from ``reference``, or None."""
+    index: tuple[int, ...] | None
+    if got.shape != reference.shape or got.dtype != reference.dtype:
+        index = ()
+        expected_text = f"{reference.dtype} {list(reference.shape)}"
+        got_text = f"{got.dtype} {list(got.shape)}"
+    else:
+        index = first_difference(reference, got)
+        if index is None:
+            return None
+        expected_text, got_text = repr(reference[index].item()), repr(got[index].item())
+    return FirstDifference(
+        num_tokens=inputs.num_tokens,
+        padded_size=padded_size,
+        input_index=input_index,
+        index=index,
+        expected=expected_text,
+        got=got_text,
+    )
+
+
+def _check_repeatable(model: Model, padded: tuple[Any, ...], reference: torch.Tensor) -> None:
+    """A strategy is not to blame for a model that differs from itself."""
+    again = model(*padded)[: reference.shape[0]]
+    index = first_difference(reference, again)
+    if index is not None:
+        raise ConfigError(
+            f"The model differs from itself: two eager calls on the same input give "
+            f"{reference[index].item()!r} and {again[index].item()!r} at {list(index)}, so nothing can be "
+            "compared bit for bit. Put it in eval mode, or use torch.use_deterministic_algorithms(True)."
+        )
+
+
+def _differences(
+    reference: torch.Tensor, eager: torch.Tensor, got: torch.Tensor, count: int, padded_size: int
+) -> CaseValues:
+    return CaseValues(
+        num_tokens=count,
+        padded_size=padded_size,
+        max_diff_to_padded_eager=max_abs_difference(reference, got),
+        max_diff_to_eager=max_abs_difference(eager, got),
+        next_token_agreement=next_token_agreement(eager, got),
+    )
+
+
+def _worst(entries: Sequence[CaseValues]) -> CaseValues:
+    """Joins the entries of a token count's inputs: the largest difference, the mean agreement."""
+
+    def largest(differences: list[float | None]) -> float | None:
+        finite = [difference for difference in differences if difference is not None]
+        return max(finite) if len(finite) == len(differences) else None
+
+    agreements = [entry.next_token_agreement for entry in entries if entry.next_token_agreement is not None]
+    return CaseValues(
+        num_tokens=entries[0].num_tokens,
+        padded_size=entries[0].padded_size,
+        max_diff_to_padded_eager=largest([entry.max_diff_to_padded_eager for entry in entries]),
+        max_diff_to_eager=largest([entry.max_diff_to_eager for entry in entries]),
+        next_token_agreement=sum(agreements) / len(agreements) if agreements else None,
+    )

@@ -1,0 +1,280 @@
+"""The comparison itself: build every strategy, check values, then time what is right.
+
+The order is the method: eager forwards and a first capture load what a process loads once, before
+any build is timed; values come before times; all strategies live in one process. This module must
+not print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sgl_piecewise.runtime.capture.captured import capture
+from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.devices import graph_device_for
+from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
+from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.stopwatch import Stopwatch, stopwatch_for
+
+from .arms import STRATEGIES, ArmSetup, Progress
+from .candidate import Candidate
+from .checking import Model, check_values
+from .environment import seen_clocks, seen_environment
+from .inputs import InputSet, cut_to, group_by_tokens, padded_to
+from .options import DEFAULT_CPU_ROUNDS, DEFAULT_CUDA_ROUNDS, DEFAULT_STRATEGIES, CompareOptions
+from .plain import to_plain
+from .report import Case, ComparisonReport, EagerSweep, InputFacts, ModelFacts
+from .timing import measure_times
+from .verdict import verdict_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is compared, on what, and where.
+
+    Attributes:
+        model: Takes the positional arguments of an input; returns one row a token.
+        input_sets: Ascending by token count.
+        device: Captures graphs.
+        context: The forward context of every run; None keeps the caller's.
+        model_facts: For the report.
+        input_facts: For the report.
+        command: The command line, if there was one.
+    """
+
+    model: Model
+    input_sets: tuple[InputSet, ...]
+    device: GraphDevice
+    context: ForwardContext | None
+    model_facts: ModelFacts
+    input_facts: InputFacts
+    command: tuple[str, ...] | None = None
+
+
+def compare(
+    model: Model,
+    inputs: Sequence[Any],
+    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    *,
+    capture_sizes: Sequence[int] | None = None,
+    context: ForwardContext | None = None,
+    num_rounds: int | None = None,
+    num_warm_ups: int = 1,
+    launch_segments: bool | None = None,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> ComparisonReport:
+    """Compares strategies on one model: values against padded eager, then times, build and memory.
+
+    Args:
+        model: A module or function that returns one tensor with a row for each token (dim 0).
+        inputs: Tuples of the model's positional arguments (or single tensors). Tensors whose dim 0
+            is the token count (dim 0 of the first tensor) are padded with zeros; inputs of one
+            token count are rotated through.
+        strategies: Names from the grid; eager is always the first.
+        capture_sizes: Ascending; by default the token counts of the inputs.
+        context: The forward context of every run; by default the one that is open.
+        num_rounds: Timed rounds at each token count; by default 20 on CUDA and 7 elsewhere.
+        num_warm_ups: Untimed calls of each strategy before them.
+        launch_segments: Whether closed segments run while capturing; None is capture's default.
+        seed: Of the order of strategies in a round and of token counts in the value check.
+        on_progress: Called with a phase's name, steps done and steps in all.
+
+    Returns:
+        The report. A strategy whose values differ is ``wrong`` in it and has no times.
+
+    Raises:
+        ConfigError: An option, strategy or input that cannot be used, or a model that differs from
+            itself.
+    """
+    input_sets = group_by_tokens(inputs)
+    torch_device = _device_of(input_sets)
+    is_cuda = torch_device.type == "cuda"
+    default_rounds = DEFAULT_CUDA_ROUNDS if is_cuda else DEFAULT_CPU_ROUNDS
+    options = CompareOptions(
+        strategies=tuple(strategies),
+        capture_sizes=tuple(capture_sizes)
+        if capture_sizes is not None
+        else tuple(inputs_of.num_tokens for inputs_of in input_sets),
+        num_rounds=num_rounds if num_rounds is not None else default_rounds,
+        num_inputs=max(len(inputs_of.inputs) for inputs_of in input_sets),
+        num_warm_ups=num_warm_ups,
+        launch_segments=launch_segments,
+        seed=seed,
+    )
+    subject = Subject(
+        model=model,
+        input_sets=input_sets,
+        device=graph_device_for(torch_device),
+        context=context,
+        model_facts=_facts_of(model),
+        input_facts=InputFacts(
+            source="given by the caller", num_tokens=None, is_repeated=False, is_random=False
+        ),
+    )
+    return run_comparison(subject, options, on_progress)
+
+
+def run_comparison(
+    subject: Subject, options: CompareOptions, on_progress: Progress | None = None
+) -> ComparisonReport:
+    """Runs a comparison whose subject is ready; see `compare`.
+
+    Raises:
+        ConfigError: The longest input does not fit the largest capture size, or see `compare`.
+    """
+    progress: Progress = on_progress if on_progress is not None else _no_progress
+    largest, longest = options.capture_sizes[-1], subject.input_sets[-1].num_tokens
+    if longest > largest:
+        raise ConfigError(
+            f"An input has {longest} tokens, but the largest capture size is {largest}. Add a size of at "
+            f"least {longest}, or leave the input out."
+        )
+    stopwatch = stopwatch_for(subject.device.torch_device)
+    clocks = seen_clocks(subject.device.torch_device, "before")
+    with _forwards(subject.context), contextlib.ExitStack() as cleanup:
+        example = padded_to(subject.input_sets[-1].inputs[0], largest)
+        sweep = _sweep_eager(subject.model, example, options.capture_sizes, stopwatch, progress)
+        first_capture_s = _first_capture_s(subject.device, stopwatch)
+        candidates = _build_candidates(subject, options, example, cleanup, progress)
+        check_values(subject.model, candidates, subject.input_sets, seed=options.seed, on_progress=progress)
+        measure_times(
+            candidates,
+            subject.input_sets,
+            stopwatch,
+            num_rounds=options.num_rounds,
+            num_warm_ups=options.num_warm_ups,
+            seed=options.seed,
+            on_progress=progress,
+        )
+    clocks += seen_clocks(subject.device.torch_device, "after")
+    report = ComparisonReport(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=subject.command,
+        options=to_plain(options),
+        environment=seen_environment(subject.device, clocks),
+        model=subject.model_facts,
+        inputs=subject.input_facts,
+        capture_sizes=options.capture_sizes,
+        cases=_cases(subject.input_sets, options.capture_sizes),
+        eager_sweep=sweep,
+        first_capture_s=first_capture_s,
+        strategies=tuple(candidate.report() for candidate in candidates),
+        verdict="",
+    )
+    return dataclasses.replace(report, verdict=verdict_of(report))
+
+
+def _build_candidates(
+    subject: Subject,
+    options: CompareOptions,
+    example: tuple[Any, ...],
+    cleanup: contextlib.ExitStack,
+    progress: Progress,
+) -> list[Candidate]:
+    """Builds every strategy; each is freed by ``cleanup``."""
+    setup = ArmSetup(
+        model=subject.model,
+        example=example,
+        capture_sizes=options.capture_sizes,
+        device=subject.device,
+        launch_segments=options.launch_segments,
+    )
+    candidates = []
+    for strategy in options.strategies:
+        arm = STRATEGIES[strategy](setup)
+        cleanup.callback(arm.close)
+        candidate = Candidate(strategy=strategy, arm=arm)
+        candidate.build_arm(_prefixed(progress, strategy))
+        candidates.append(candidate)
+    return candidates
+
+
+def _sweep_eager(
+    model: Callable[..., Any],
+    example: tuple[Any, ...],
+    capture_sizes: Sequence[int],
+    stopwatch: Stopwatch,
+    progress: Progress,
+) -> EagerSweep:
+    """Runs eager twice at each capture size, largest first; sizes that do not fit are left out."""
+    totals_s = []
+    num_forwards = 0
+    for name in ("eager, loading kernels", "eager"):
+        total_s, num_forwards = 0.0, 0
+        for done, size in enumerate(reversed(capture_sizes)):
+            progress(name, done, len(capture_sizes))
+            arguments = cut_to(example, size)
+            try:
+                sample = stopwatch.measure(functools.partial(model, *arguments))
+            except torch.OutOfMemoryError:
+                continue
+            total_s += sample.latency_s
+            num_forwards += 1
+        progress(name, len(capture_sizes), len(capture_sizes))
+        totals_s.append(total_s)
+    return EagerSweep(first_s=totals_s[0], warm_s=totals_s[1], num_forwards=num_forwards)
+
+
+def _first_capture_s(device: GraphDevice, stopwatch: Stopwatch) -> float:
+    """Captures next to nothing, so that no build pays for what a process loads at its first capture."""
+    example = torch.zeros(1, device=device.torch_device)
+    return stopwatch.measure(lambda: capture(torch.neg, (example,), device=device).reset()).host_s
+
+
+@contextlib.contextmanager
+def _forwards(context: ForwardContext | None) -> Iterator[None]:
+    """Every run of a comparison: in inference mode, as servers run, and under one forward context."""
+    with torch.inference_mode(), contextlib.ExitStack() as stack:
+        if context is not None:
+            stack.enter_context(use_forward_context(context))
+        yield
+
+
+def _cases(input_sets: Sequence[InputSet], capture_sizes: Sequence[int]) -> tuple[Case, ...]:
+    return tuple(
+        Case(
+            num_tokens=inputs.num_tokens,
+            capture_size=next(size for size in capture_sizes if size >= inputs.num_tokens),
+            num_inputs=len(inputs.inputs),
+        )
+        for inputs in input_sets
+    )
+
+
+def _device_of(input_sets: Sequence[InputSet]) -> torch.device:
+    arguments = input_sets[0].inputs[0]
+    return next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
+
+
+def _facts_of(model: Model) -> ModelFacts:
+    """Facts of a model that came as an object."""
+    name = getattr(model, "__qualname__", type(model).__qualname__)
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    return ModelFacts(
+        name=name,
+        description=name,
+        dtype=str(parameters[0].dtype).removeprefix("torch.") if parameters else "unknown",
+        num_parameters=count_parameters(model) if isinstance(model, torch.nn.Module) else None,
+        load_s=None,
+    )
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    """Returns the elements of a module's parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _prefixed(progress: Progress, prefix: str) -> Progress:
+    return lambda phase, done, total: progress(f"{prefix}: {phase}", done, total)
+
+
+def _no_progress(phase: str, done: int, total: int) -> None:
+    """For callers who do not watch."""

@@ -1,0 +1,256 @@
+"""The report as one table: a column for each strategy, a row for each thing asked.
+
+Strategies stand side by side so that the table grows downwards with the token counts and stays
+readable at 80 columns; strategies that do not fit go into a second table with eager repeated.
+This module must not compute anything that is not in the report.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from .report import ComparisonReport, StrategyReport
+from .verdict import difference_in_words
+from .words import counted, in_words_bytes, in_words_s, three_digits, time_scale
+
+_LABEL_WIDTH = 20
+_NARROW_CELL_WIDTH = 18
+_WIDE_CELL_WIDTH = 36
+_COLUMN_GAP = 1
+_EDGES = 2
+
+Cell = Callable[[StrategyReport], "str | Text"]
+
+
+def rendered_report(report: ComparisonReport, width: int) -> RenderableType:
+    """Returns title, table, notes and verdict for a console of ``width`` columns."""
+    room = width - _LABEL_WIDTH - _EDGES
+    has_wide_cells = room >= len(report.strategies) * (_WIDE_CELL_WIDTH + _COLUMN_GAP)
+    cell_width = _WIDE_CELL_WIDTH if has_wide_cells else _NARROW_CELL_WIDTH
+    per_table = max(2, room // (cell_width + _COLUMN_GAP))
+    others = report.strategies[1:]
+    chunks = [others[start : start + per_table - 1] for start in range(0, len(others), per_table - 1)]
+    tables = [_table(report, (report.eager, *chunk), has_wide_cells) for chunk in chunks or [()]]
+    parts: list[RenderableType] = [_title(report), *tables, _legend(report)]
+    notes = _notes(report)
+    if notes:
+        parts.append(Padding(notes, (1, 0, 0, 0)))
+    parts.append(Padding(Text(report.verdict), (1, 0, 0, 0)))
+    return Group(*parts)
+
+
+def print_report(report: ComparisonReport, console: Console) -> None:
+    """Prints the report on ``console`` at its width."""
+    console.print(rendered_report(report, console.width))
+
+
+def _title(report: ComparisonReport) -> Text:
+    environment = report.environment
+    title = Text()
+    title.append(f"{report.model.description}; on {environment.device}", style="bold")
+    if environment.is_emulated:
+        title.append("\nemulated: times say nothing about a GPU", style="bold yellow")
+    inputs = report.inputs
+    title.append(f"\nInput: {inputs.source}")
+    if inputs.num_tokens is not None:
+        title.append(f"; {inputs.num_tokens} tokens")
+    if inputs.is_repeated:
+        title.append(", repeated to fill the largest size")
+    sizes = report.capture_sizes
+    shown = ", ".join(map(str, sizes)) if len(sizes) <= 8 else f"{len(sizes)} from {sizes[0]} to {sizes[-1]}"
+    title.append(f"\nCapture sizes: {shown}")
+    load = "" if report.model.load_s is None else f"loading the model {in_words_s(report.model.load_s)}, "
+    title.append(
+        f"\nNot in any build: {load}first eager forwards {in_words_s(report.eager_sweep.first_s)}, "
+        f"first capture {in_words_s(report.first_capture_s)}. "
+        f"One eager forward at each capture size: {in_words_s(report.eager_sweep.warm_s)}"
+    )
+    return title
+
+
+def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_wide_cells: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
+    table.add_column("strategy", width=_LABEL_WIDTH, no_wrap=False)
+    for strategy in strategies:
+        table.add_column(
+            strategy.strategy,
+            justify="right",
+            min_width=_NARROW_CELL_WIDTH,
+            style="red" if strategy.has_failed else "",
+            header_style="bold red" if strategy.has_failed else "bold",
+        )
+
+    def add(label: str, cell: Cell, ends_section: bool = False) -> None:
+        table.add_row(label, *(cell(strategy) for strategy in strategies), end_section=ends_section)
+
+    add("values", _status, True)
+    add("build", lambda s: "-" if s.build is None else in_words_s(s.build.total_s))
+    for phase in _phases(strategies):
+        add(f" {phase.replace('_', ' ')}", functools.partial(_phase, phase=phase))
+    add(" other", lambda s: "-" if s.build is None else in_words_s(s.build.unattributed_s))
+    add(" / eager forwards", lambda s: _build_ratio(report, s), True)
+    add("graph segments", lambda s: _segments(s, "num_graph_segments"))
+    add("breaks", lambda s: _segments(s, "num_breaks"), True)
+    add("graph memory", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.allocator_bytes))
+    add(" largest alone", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.largest_alone_bytes))
+    add(" driver's own", _driver, True)
+    add("max difference", lambda s: _largest_difference(s, "max_diff_to_padded_eager"))
+    add(" unpadded", lambda s: _largest_difference(s, "max_diff_to_eager"))
+    add("next token", _agreement, True)
+    add("tokens", lambda s: _latency_head(s, has_wide_cells))
+    for case in report.cases:
+        label = str(case.num_tokens)
+        if case.num_tokens != case.capture_size:
+            label += f" in {case.capture_size}"
+        cell = functools.partial(_latency, num_tokens=case.num_tokens, has_wide_cells=has_wide_cells)
+        add(label, cell)
+    return table
+
+
+def _status(strategy: StrategyReport) -> Text:
+    words = {
+        "reference": Text("reference"),
+        "equal": Text("bit-equal", style="green"),
+        "wrong": Text("WRONG", style="bold red"),
+        "failed": Text("FAILED", style="bold red"),
+    }
+    return words[strategy.status]
+
+
+def _phases(strategies: Sequence[StrategyReport]) -> list[str]:
+    """Every phase of any build, in the order of the first build that has it."""
+    return list(
+        dict.fromkeys(
+            phase
+            for strategy in strategies
+            if strategy.build is not None
+            for phase in strategy.build.phases_s
+        )
+    )
+
+
+def _phase(strategy: StrategyReport, phase: str) -> str:
+    if strategy.build is None or phase not in strategy.build.phases_s:
+        return "-"
+    return in_words_s(strategy.build.phases_s[phase])
+
+
+def _build_ratio(report: ComparisonReport, strategy: StrategyReport) -> str:
+    sweep = report.eager_sweep
+    if strategy.build is None or sweep.warm_s == 0 or sweep.num_forwards != len(report.capture_sizes):
+        return "-"
+    return f"{strategy.build.total_s / sweep.warm_s:.2f}"
+
+
+def _segments(strategy: StrategyReport, what: str) -> str:
+    """One number where all sizes agree, else the range."""
+    if strategy.build is None:
+        return "-"
+    numbers = {getattr(size, what) for size in strategy.build.sizes if size.error is None}
+    if not numbers:
+        return "-"
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _driver(strategy: StrategyReport) -> str:
+    if strategy.memory is None or strategy.build is None:
+        return "-"
+    if strategy.memory.driver_bytes is None:
+        return "not known"
+    num_graphs = sum(size.num_graph_segments for size in strategy.build.sizes if size.error is None)
+    each = strategy.memory.driver_bytes // max(1, num_graphs)
+    return f"{in_words_bytes(strategy.memory.driver_bytes)}\n{in_words_bytes(each)} each"
+
+
+def _largest_difference(strategy: StrategyReport, what: str) -> str:
+    differences = [getattr(entry, what) for entry in strategy.values]
+    if not differences:
+        return "-"
+    if None in differences:
+        return "not finite"
+    largest = max(differences)
+    return "0" if largest == 0 else f"{largest:.2g}"
+
+
+def _agreement(strategy: StrategyReport) -> str:
+    shares = [
+        entry.next_token_agreement for entry in strategy.values if entry.next_token_agreement is not None
+    ]
+    if not shares:
+        return "-"
+    least = min(shares)
+    return "100 %" if least == 1.0 else f">= {100 * least:.2f} %"
+
+
+def _latency_head(strategy: StrategyReport, has_wide_cells: bool) -> Text:
+    if strategy.status == "reference":
+        return Text("latency", style="bold")
+    joint = "   " if has_wide_cells else "\n"
+    return Text(f"latency{joint}ratio to eager", style="bold")
+
+
+def _latency(strategy: StrategyReport, num_tokens: int, has_wide_cells: bool) -> str:
+    problem = strategy.problem_at(num_tokens)
+    if problem is not None:
+        return _short(problem.reason)
+    times = strategy.times_at(num_tokens)
+    if times is None:
+        return "no speed"
+    scale, unit = time_scale(times.latency_s.value)
+    value, spread = times.latency_s.value * scale, times.latency_s.spread * scale
+    latency = f"{three_digits(value)} ±{three_digits(spread)} {unit}"
+    if times.ratio_to_eager is None:
+        return latency
+    ratio = times.ratio_to_eager
+    interval = f"{three_digits(ratio.value)} [{three_digits(ratio.low)}, {three_digits(ratio.high)}]"
+    return f"{latency:>16} {interval:>19}" if has_wide_cells else f"{latency}\n{interval}"
+
+
+def _short(reason: str) -> str:
+    """What fits a cell; the notes have the rest."""
+    if "out of memory" in reason.lower():
+        return "out of memory"
+    return "no graph"
+
+
+def _legend(report: ComparisonReport) -> Text:
+    levels = [times.latency_s.confidence for strategy in report.strategies for times in strategy.times]
+    confidence = f"{100 * min(levels):.0f} %" if levels else "95 %"
+    rounds = counted(report.options["num_rounds"], "round")
+    return Text(
+        "/ eager forwards: build time over one eager forward at each capture size. Max difference: to eager "
+        "at the same padded size; unpadded: to eager on the real tokens alone. Next token: rows whose top-1 "
+        f"is eager's. Latency: median of {rounds} ± half the distance between the quartiles. Ratio: median "
+        f"over rounds of latency over eager's, with its interval of at least {confidence} confidence. "
+        '"24 in 32": 24 tokens padded to 32.',
+        style="dim",
+    )
+
+
+def _notes(report: ComparisonReport) -> Text | None:
+    """What went wrong, in full."""
+    lines = []
+    for strategy in report.strategies:
+        if strategy.failure is not None:
+            lines.append(f"{strategy.strategy} FAILED: {strategy.failure}")
+        if strategy.first_difference is not None:
+            lines.append(f"{strategy.strategy} is WRONG {difference_in_words(strategy)}.")
+        sizes = strategy.build.sizes if strategy.build is not None else ()
+        lines.extend(
+            f"{strategy.strategy}, capture size {size.size}: {size.error}"
+            for size in sizes
+            if size.error is not None
+        )
+        lines.extend(
+            f"{strategy.strategy} at {problem.num_tokens} tokens: {problem.reason}"
+            for problem in strategy.problems
+        )
+    return Text("\n".join(lines), style="red") if lines else None
