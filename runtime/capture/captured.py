@@ -40,6 +40,7 @@ SIZE_ZERO = "size_zero"
 NO_GRAPH = "no_graph_for_size"
 UNCUTTABLE_OUTPUT = "output_cannot_be_cut"
 ALIASED_INPUTS = "written_inputs_share_memory"
+AUTOGRAD_INPUTS = "inputs_require_grad"
 
 
 class _MarkObserver:
@@ -119,6 +120,10 @@ class CapturedCallable:
     def _find(
         self, real: int | None, padded: int | None, values: Sequence[Any]
     ) -> tuple[Recording | None, str]:
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in values
+        ):
+            return None, AUTOGRAD_INPUTS
         if self._sizes is not None:
             if real == 0:
                 return None, SIZE_ZERO

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy  # noqa: F401 - torch imports it at some first use, and importing it changes the warnings filters
 import torch
 
 from sgl_piecewise.runtime import tree
@@ -104,7 +105,7 @@ def untouched(
             torch.is_grad_enabled(),
             api.current_stream(),
         )
-        assert after == before
+        assert after == before, (before, after)
         assert is_random or torch.equal(random_state(device), state)
         assert active_capture() is None
         if device.torch_device.type == "cuda":

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contract.support import assert_equal, ramp
-from sgl_piecewise.runtime.capture.captured import capture
+from sgl_piecewise.runtime.capture.captured import AUTOGRAD_INPUTS, capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import ReplayError
 from sgl_piecewise.runtime.mark import eager_on_graph
@@ -75,9 +75,23 @@ def test_replay_runs_the_same_under_inference_mode_and_with_grad(graph_device: G
     with torch.inference_mode():
         assert_equal(captured(x), forward(x))
     with torch.enable_grad():
-        result = captured(x.clone().requires_grad_())
-    assert not result.requires_grad
-    assert_equal(result, forward(x))
+        assert_equal(captured(x), forward(x))
+    assert not captured.fallbacks
+
+
+def test_call_whose_inputs_require_grad_keeps_its_gradients(graph_device: GraphDevice) -> None:
+    """A graph has none, so such a call runs eager, with a reason."""
+    x = ramp(graph_device, 4)
+    captured = capture(forward, (x,), device=graph_device)
+    needs_grad = x.clone().requires_grad_()
+    with torch.enable_grad():
+        captured(needs_grad).sum().backward()
+    assert needs_grad.grad is not None
+    assert_equal(needs_grad.grad, torch.full_like(x, 1.0))
+    assert captured.fallbacks == {AUTOGRAD_INPUTS: 1}
+    with torch.no_grad():
+        assert_equal(captured(needs_grad), forward(x))
+    assert captured.fallbacks == {AUTOGRAD_INPUTS: 1}
 
 
 def test_capture_under_inference_mode_replays_outside_of_it(graph_device: GraphDevice) -> None:
