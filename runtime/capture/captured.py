@@ -25,7 +25,7 @@ from .session import CaptureMode, CaptureSession
 from .sizes import ShapeKey, padded_size, validate_capture_sizes
 from .static_inputs import StaticInputs
 from .static_outputs import OutputCut
-from .statics import StaticTensors
+from .statics import StaticTensor, StaticTensors
 
 _logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def capture(
     capture_sizes: Sequence[int] | None = None,
     dynamic_dims: Mapping[str, int] | None = None,
     pad_values: Mapping[str, int | float | bool] | None = None,
-    static_tensors: Mapping[str, torch.Tensor] | None = None,
+    static_tensors: Mapping[str, StaticTensor] | None = None,
     device: GraphDevice | torch.device | str | None = None,
     pool: GraphPool | None = None,
     launch_segments: bool | None = None,
@@ -320,7 +320,7 @@ def capture(
             size there.
         pad_values: Argument path to what padded rows hold; 0 unless named.
         static_tensors: Tensors outside the module that the graphs read in place (KV buffers,
-            workspaces); checked like parameters.
+            workspaces), or callables that return the one in use; checked like parameters.
         device: Graph device, or a PyTorch device; the example tensors' device if None.
         pool: Pool to share with other recordings that are never replayed at once.
         launch_segments: Whether closed segments run while capturing. None launches unless every
