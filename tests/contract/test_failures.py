@@ -55,7 +55,10 @@ FAILURES: dict[str, tuple[Callable[[torch.Tensor], Any], type[BaseException]]] =
     "nonzero": (lambda x: double(x + 1).nonzero(), CaptureForbiddenError),
     "error_of_an_operator": (lambda x: double(x + 1) @ torch.ones(3, 5, device=x.device), RuntimeError),
     "bad_result": (lambda x: eager_on_graph(lambda t: object())(x + 1), CaptureError),
-    "out_of_memory": (lambda x: (double(x + 1), _raise(torch.OutOfMemoryError("full"))), torch.OutOfMemoryError),
+    "out_of_memory": (
+        lambda x: (double(x + 1), _raise(torch.OutOfMemoryError("full"))),
+        torch.OutOfMemoryError,
+    ),
     "draws_then_fails": (lambda x: (torch.rand_like(x) + x, _raise(Boom("after a draw"))), Boom),
 }
 
@@ -66,7 +69,12 @@ def test_failure_leaves_the_world_as_it_was(
     graph_device: GraphDevice, kind: str, launch_segments: bool
 ) -> None:
     fn, error = FAILURES[kind]
-    if not launch_segments and kind not in ("forward", "interrupt_in_forward", "host_read_first", "draws_then_fails"):
+    if not launch_segments and kind not in (
+        "forward",
+        "interrupt_in_forward",
+        "host_read_first",
+        "draws_then_fails",
+    ):
         pytest.skip("a mark without a stand-in needs launching")
     pool = graph_device.new_pool()
     x, graph = ramp(graph_device, 4), BreakableCUDAGraph()

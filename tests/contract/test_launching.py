@@ -47,7 +47,9 @@ def test_body_sees_computed_values_while_capturing(
     assert_equal(seen, [x + 1, (x + 1) * 2 + 1] * 2)
 
 
-def test_capturing_pass_is_a_real_execution(graph_device: GraphDevice, request: pytest.FixtureRequest) -> None:
+def test_capturing_pass_is_a_real_execution(
+    graph_device: GraphDevice, request: pytest.FixtureRequest
+) -> None:
     _needs_memory_from_before(request, graph_device)
     double = eager_on_graph(lambda t: t * 2)
     x, graph = ramp(graph_device, 4), BreakableCUDAGraph()

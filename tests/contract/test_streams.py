@@ -165,7 +165,9 @@ def test_wait_on_a_stream_outside_the_capture_raises(graph_device: GraphDevice, 
     assert_equal(capture(lambda t: t * 3, (x,), device=graph_device)(x), x * 3)
 
 
-def _only_while_capturing(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _only_while_capturing(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Leaves out the first call, the warm-up, where such a wait is legal."""
     calls = {"count": 0}
 
