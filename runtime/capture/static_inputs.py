@@ -151,6 +151,7 @@ class StaticInputs:
                 f"Argument {path} has layout {value.layout}; only strided tensors can be captured."
             )
         dim = self._dynamic_dim(path, value, dynamic_dims)
+        _check_pad_value(path, pad_value, value.dtype)
         return InputLeaf(
             path=path,
             dynamic_dim=dim,
@@ -283,6 +284,15 @@ class StaticInputs:
                 return True
             seen.add(storage)
         return False
+
+
+def _check_pad_value(path: str, pad_value: int | float | bool, dtype: torch.dtype) -> None:
+    """Refuses a pad value that the dtype cannot hold: the fill would round it or fail at a padded call."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not limits[0] <= pad_value <= limits[1] or int(pad_value) != pad_value:
+        raise ConfigError(f"pad_values[{path!r}] is {pad_value!r}, which {dtype} cannot hold.")
 
 
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:

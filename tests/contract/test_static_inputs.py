@@ -12,7 +12,7 @@ import torch
 from contract.support import WAYS, assert_equal, assert_like_eager, ramp
 from sgl_piecewise.runtime.capture.captured import ALIASED_INPUTS, capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
-from sgl_piecewise.runtime.errors import CaptureError, ConfigError, InputMismatchError
+from sgl_piecewise.runtime.errors import ConfigError, InputMismatchError
 from sgl_piecewise.runtime.mark import eager_on_graph
 
 
@@ -323,13 +323,13 @@ def test_options_that_name_no_argument_are_refused(graph_device: GraphDevice) ->
             capture(forward, (x,), device=graph_device, **options)
 
 
-def test_pad_value_that_the_dtype_cannot_hold_is_an_error_not_a_wrong_row(graph_device: GraphDevice) -> None:
-    ids = ramp(graph_device, 4, dtype=torch.int64)
-    with pytest.raises((ConfigError, CaptureError)):
-        capture(
-            lambda x: double(x),
-            (ids,),
-            capture_sizes=[2, 4],
-            pad_values={"x": float("nan")},
-            device=graph_device,
-        )
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [(torch.int64, float("nan")), (torch.int64, 1.5), (torch.uint8, -1), (torch.int8, 200), (torch.bool, 2)],
+)
+def test_pad_value_that_the_dtype_cannot_hold_is_refused(
+    graph_device: GraphDevice, dtype: torch.dtype, pad: float
+) -> None:
+    ids = ramp(graph_device, 4).to(dtype)
+    with pytest.raises(ConfigError, match=r"pad_values\['x'\]"):
+        capture(lambda x: x, (ids,), capture_sizes=[2, 4], pad_values={"x": pad}, device=graph_device)
