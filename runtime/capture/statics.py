@@ -15,7 +15,6 @@ import torch
 
 from ..errors import ConfigError, MovedAddressError
 
-
 StaticTensor = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what returns the one that its owner uses now (an owner may rebind it when it grows)."""
 

@@ -12,6 +12,7 @@ import sympy  # noqa: F401 - torch imports it at some first use, and importing i
 import torch
 
 from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
 from sgl_piecewise.runtime.capture.device import GraphDevice, GraphPool
 from sgl_piecewise.runtime.mark import active_capture
@@ -58,6 +59,16 @@ def assert_like_eager(
             assert_equal(captured(*args), want)
     assert not captured.fallbacks
     return captured
+
+
+def record(
+    fn: Callable[[], Any], *, graph: BreakableCUDAGraph | None = None, **options: Any
+) -> tuple[BreakableCUDAGraph, Any]:
+    """Captures one call of ``fn`` without warm-up; options are those of ``BreakableCUDAGraphCapture``."""
+    graph = BreakableCUDAGraph() if graph is None else graph
+    with BreakableCUDAGraphCapture(graph, **options):
+        result = fn()
+    return graph, result
 
 
 def stream_api(device: GraphDevice) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contract.support import assert_equal, churn, ramp
+from contract.support import assert_equal, churn, ramp, record
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import CaptureError, ConfigError, ReplayError
@@ -68,8 +68,7 @@ def test_second_capture_needs_a_reset(graph_device: GraphDevice) -> None:
     with BreakableCUDAGraphCapture(graph, device=graph_device):
         x + 1
     with pytest.raises(CaptureError, match="reset"):
-        with BreakableCUDAGraphCapture(graph, device=graph_device):
-            x + 1
+        record(lambda: x + 1, graph=graph, device=graph_device)
     graph.reset()
     graph.reset()
     with BreakableCUDAGraphCapture(graph, device=graph_device):
@@ -90,8 +89,7 @@ def test_describe_lists_segments(graph_device: GraphDevice) -> None:
 def test_without_launching_needs_stand_ins(graph_device: GraphDevice) -> None:
     x = ramp(graph_device, 4)
     with pytest.raises(CaptureError, match="capture_stub"):
-        with BreakableCUDAGraphCapture(BreakableCUDAGraph(), device=graph_device, launch_segments=False):
-            double(x + 1)
+        record(lambda: double(x + 1), device=graph_device, launch_segments=False)
 
 
 def test_wrong_arguments_are_refused(graph_device: GraphDevice) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from contract.support import assert_equal, ramp, random_state, untouched
-from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
+from contract.support import assert_equal, ramp, random_state, record, untouched
+from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph
 from sgl_piecewise.runtime.capture.captured import NO_GRAPH, capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError
 from sgl_piecewise.runtime.mark import eager_on_graph
 
 
-class Boom(Exception):
+class BoomError(Exception):
     """What a user's code raises."""
 
 
@@ -29,7 +29,7 @@ def double(t: torch.Tensor) -> torch.Tensor:
 
 @eager_on_graph
 def explode(t: torch.Tensor) -> torch.Tensor:
-    raise Boom("in a body")
+    raise BoomError("in a body")
 
 
 @eager_on_graph
@@ -42,9 +42,9 @@ def _raise(error: BaseException) -> None:
 
 
 FAILURES: dict[str, tuple[Callable[[torch.Tensor], Any], type[BaseException]]] = {
-    "forward": (lambda x: _raise(Boom("in the forward")), Boom),
-    "after_a_break": (lambda x: (double(x + 1), _raise(Boom("later"))), Boom),
-    "body": (lambda x: explode(double(x + 1)), Boom),
+    "forward": (lambda x: _raise(BoomError("in the forward")), BoomError),
+    "after_a_break": (lambda x: (double(x + 1), _raise(BoomError("later"))), BoomError),
+    "body": (lambda x: explode(double(x + 1)), BoomError),
     "interrupt_in_forward": (lambda x: (x + 1, _raise(KeyboardInterrupt())), KeyboardInterrupt),
     "interrupt_in_body": (lambda x: interrupted(x + 1), KeyboardInterrupt),
     "system_exit": (lambda x: (double(x), _raise(SystemExit(3))), SystemExit),
@@ -59,7 +59,7 @@ FAILURES: dict[str, tuple[Callable[[torch.Tensor], Any], type[BaseException]]] =
         lambda x: (double(x + 1), _raise(torch.OutOfMemoryError("full"))),
         torch.OutOfMemoryError,
     ),
-    "draws_then_fails": (lambda x: (torch.rand_like(x) + x, _raise(Boom("after a draw"))), Boom),
+    "draws_then_fails": (lambda x: (torch.rand_like(x) + x, _raise(BoomError("after a draw"))), BoomError),
 }
 
 
@@ -78,20 +78,17 @@ def test_failure_leaves_the_world_as_it_was(
         pytest.skip("a mark without a stand-in needs launching")
     pool = graph_device.new_pool()
     x, graph = ramp(graph_device, 4), BreakableCUDAGraph()
-    with untouched(graph_device, pool):
-        with pytest.raises(error) as caught:
-            with BreakableCUDAGraphCapture(graph, pool=pool, launch_segments=launch_segments):
-                fn(x)
-    if error is Boom:
-        assert type(caught.value) is Boom
+    with untouched(graph_device, pool), pytest.raises(error) as caught:
+        record(lambda: fn(x), graph=graph, pool=pool, launch_segments=launch_segments)
+    if error is BoomError:
+        assert type(caught.value) is BoomError
     del caught
     gc.collect()
     assert pool.memory().allocated_bytes == 0
 
     # The same pool and the same graph object take the next capture, random numbers included.
     with untouched(graph_device, pool, is_random=True):
-        with BreakableCUDAGraphCapture(graph, pool=pool):
-            y = double(x + 1) + torch.rand_like(x) * 0
+        _, y = record(lambda: double(x + 1) + torch.rand_like(x) * 0, graph=graph, pool=pool)
         graph.replay()
     assert_equal(y, (x + 1) * 2)
     assert_equal(ramp(graph_device, 3) + 1, ramp(graph_device, 3, start=2.0))
@@ -103,10 +100,8 @@ def test_eager_random_numbers_go_on_after_a_failed_capture(graph_device: GraphDe
     expected = [torch.rand_like(x), torch.rand_like(x)]
     torch.manual_seed(3)
     first = torch.rand_like(x)
-    with pytest.raises(Boom):
-        with BreakableCUDAGraphCapture(BreakableCUDAGraph(), device=graph_device):
-            torch.rand_like(x)
-            raise Boom
+    with pytest.raises(BoomError):
+        record(lambda: (torch.rand_like(x), _raise(BoomError())), device=graph_device)
     assert_equal([first, torch.rand_like(x)], expected)
 
 
@@ -142,9 +137,8 @@ def test_capture_neither_runs_nor_freezes_the_garbage_collector(graph_device: Gr
 
 
 def test_failed_warm_up_leaves_the_world_as_it_was(graph_device: GraphDevice) -> None:
-    with untouched(graph_device):
-        with pytest.raises(Boom):
-            capture(lambda x: explode(x + 1), (ramp(graph_device, 4),), device=graph_device)
+    with untouched(graph_device), pytest.raises(BoomError):
+        capture(lambda x: explode(x + 1), (ramp(graph_device, 4),), device=graph_device)
 
 
 def test_failure_in_a_later_size_frees_the_earlier_ones(graph_device: GraphDevice) -> None:
@@ -152,10 +146,10 @@ def test_failure_in_a_later_size_frees_the_earlier_ones(graph_device: GraphDevic
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 2:
-            raise Boom("size 2")
+            raise BoomError("size 2")
         return double(x + 1)
 
-    with untouched(graph_device, pool), pytest.raises(Boom):
+    with untouched(graph_device, pool), pytest.raises(BoomError):
         capture(forward, (ramp(graph_device, 8),), capture_sizes=[2, 4, 8], pool=pool)
     assert pool.memory().allocated_bytes == 0
     x = ramp(graph_device, 8)
@@ -239,13 +233,13 @@ def test_body_that_fails_at_replay_lets_the_pool_go(graph_device: GraphDevice) -
     @eager_on_graph
     def sometimes(t: torch.Tensor) -> torch.Tensor:
         if not healthy["now"]:
-            raise Boom("at replay")
+            raise BoomError("at replay")
         return t * 2
 
     x = ramp(graph_device, 4)
     captured = capture(lambda t: sometimes(t + 1) - 1, (x,), device=graph_device)
     healthy["now"] = False
-    with untouched(graph_device, captured.pool), pytest.raises(Boom, match="at replay"):
+    with untouched(graph_device, captured.pool), pytest.raises(BoomError, match="at replay"):
         captured(x)
     healthy["now"] = True
     assert_equal(captured(x), (x + 1) * 2 - 1)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.support import assert_equal, ramp, untouched
-from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
+from contract.support import assert_equal, ramp, record, untouched
 from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import CaptureError
@@ -32,10 +31,8 @@ def test_capture_inside_capture_raises(graph_device: GraphDevice, shares_pool: b
     pool = graph_device.new_pool()
     inner_pool = pool if shares_pool else graph_device.new_pool()
     x = ramp(graph_device, 4)
-    with untouched(graph_device, pool), pytest.raises(CaptureError, match="[Cc]apture inside capture"):
-        with BreakableCUDAGraphCapture(BreakableCUDAGraph(), pool=pool):
-            with BreakableCUDAGraphCapture(BreakableCUDAGraph(), pool=inner_pool):
-                forward(x)
+    with untouched(graph_device, pool), pytest.raises(CaptureError, match=r"[Cc]apture inside capture"):
+        record(lambda: record(lambda: forward(x), pool=inner_pool), pool=pool)
     assert_equal(capture(forward, (x,), pool=pool)(x), forward(x))
 
 
@@ -74,7 +71,7 @@ def test_replay_inside_an_eager_segment_of_the_same_pool_raises(graph_device: Gr
 def test_replay_inside_an_eager_segment_of_another_pool_is_fine(graph_device: GraphDevice) -> None:
     x = ramp(graph_device, 4)
     inner = capture(forward, (x,), device=graph_device)
-    body = eager_on_graph(lambda t: inner(t))
+    body = eager_on_graph(inner)
     outer = capture(lambda t: body(t + 1) + 1, (x,), device=graph_device)
     for start in (0.0, 9.0):
         y = ramp(graph_device, 4, start=start)
@@ -94,8 +91,7 @@ def test_capture_while_autograd_records_raises(graph_device: GraphDevice) -> Non
             with untouched(graph_device), pytest.raises(CaptureError, match="no_grad"):
                 capture(fn, args, device=graph_device)
         with untouched(graph_device), pytest.raises(CaptureError, match="no_grad"):
-            with BreakableCUDAGraphCapture(BreakableCUDAGraph(), device=graph_device):
-                double(x * weight)
+            record(lambda: double(x * weight), device=graph_device)
         # Without anything that requires grad there is nothing to record.
         captured = capture(forward, (x,), device=graph_device)
         assert_equal(captured(x), forward(x))
@@ -106,8 +102,7 @@ def test_result_of_a_body_that_requires_grad_is_refused(graph_device: GraphDevic
     scaled = eager_on_graph(lambda t: t * weight)
     x = ramp(graph_device, 4)
     with torch.enable_grad(), pytest.raises(CaptureError, match="requires grad"):
-        with BreakableCUDAGraphCapture(BreakableCUDAGraph(), device=graph_device):
-            scaled(x + 1)
+        record(lambda: scaled(x + 1), device=graph_device)
 
 
 def _in_threads(*functions: Callable[[], Any]) -> list[Any]:

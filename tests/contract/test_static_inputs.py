@@ -318,9 +318,8 @@ def test_options_that_name_no_argument_are_refused(graph_device: GraphDevice) ->
         ({"outputs": "copies"}, "copy"),
         ({"num_warm_ups": 0}, "at least one"),
     ):
-        options = {"capture_sizes": [2, 4], **options}
         with pytest.raises(ConfigError, match=message):
-            capture(forward, (x,), device=graph_device, **options)
+            capture(forward, (x,), device=graph_device, **{"capture_sizes": [2, 4], **options})
 
 
 @pytest.mark.parametrize(
