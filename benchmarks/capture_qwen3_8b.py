@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
+import itertools
 import json
 import platform
 import random
@@ -222,7 +224,7 @@ def measure_builds(
 def check_values(arms: dict[str, Any], forward: Any, vocab: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Bit-compares every arm with padded eager: all sizes, sizes between, random order, after churn."""
     generator = torch.Generator(device="cuda").manual_seed(7)
-    lengths = [*sizes, *(max(1, (a + b) // 2) for a, b in zip(sizes, sizes[1:], strict=False))] * 2
+    lengths = [*sizes, *(max(1, (a + b) // 2) for a, b in itertools.pairwise(sizes))] * 2
     random.shuffle(lengths)
     wrong: dict[str, list[int]] = {name: [] for name in arms}
     churn: list[torch.Tensor] = []
@@ -250,7 +252,7 @@ def measure_replays(arms: dict[str, Any], vocab: int) -> dict[str, Any]:
         batches = [torch.randint(0, vocab, (size,), device="cuda") for _ in range(4)]
         positions = torch.arange(size, device="cuda")
         times: dict[str, list[float]] = {name: [] for name in arms}
-        for name, arm in arms.items():
+        for arm in arms.values():
             for ids in batches[:2]:
                 arm(ids, positions)
         rounds = NUM_REPLAY_ROUNDS if size <= 1024 else NUM_REPLAY_ROUNDS // 2
@@ -264,10 +266,10 @@ def measure_replays(arms: dict[str, Any], vocab: int) -> dict[str, Any]:
                 end.synchronize()
                 times[name].append(begin.elapsed_time(end))
         entry: dict[str, Any] = {name: median_interval(values) for name, values in times.items()}
-        for name in times:
+        for name, own in times.items():
             for base in ("full", "breakable_cuda_graphs", "eager"):
                 if base in times and base != name:
-                    ratios = [a / b for a, b in zip(times[name], times[base], strict=True)]
+                    ratios = [a / b for a, b in zip(own, times[base], strict=True)]
                     entry[name][f"ratio_to_{base}"] = median_interval(ratios)
         report[str(size)] = entry
     return report
@@ -377,7 +379,7 @@ def floors() -> dict[str, float]:
 
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source), 10)
+    bandwidth = 2 * source.numel() / seconds(functools.partial(target.copy_, source), 10)
     del source, target
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     rate = 2 * 8192**3 / seconds(lambda: a @ a, 10)

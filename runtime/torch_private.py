@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -222,3 +223,13 @@ def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 def pool_token(handle: tuple[int, int]) -> Any:
     """Returns a pool handle as ``capture_begin`` wants it (a type of its own in the annotations only)."""
     return handle
+
+
+def is_fake_type(kind: type) -> bool:
+    """Tells whether a type is (a subclass of) the fake tensor of tracing."""
+    return issubclass(kind, FakeTensor)
+
+
+def is_default_cpu_stream(stream: Any) -> bool:
+    """Tells whether ``stream`` is the one that ``torch.cpu.current_stream()`` gives at start."""
+    return stream is torch.cpu._default_cpu_stream

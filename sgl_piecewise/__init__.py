@@ -1,5 +1,6 @@
 """The public face: one mark, one capture engine, and a comparison that says which strategy wins."""
 
+from sgl_piecewise.comparison import compare
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
@@ -9,5 +10,6 @@ __all__ = [
     "BreakableCUDAGraphCapture",
     "break_graph",
     "capture",
+    "compare",
     "eager_on_graph",
 ]

@@ -52,18 +52,26 @@ def test_accepted(name: str, mode: type[contextlib.ContextDecorator]) -> None:
 @pytest.mark.parametrize("name", [*REFUSED, *ACCEPTED])
 def test_cuda_agrees(name: str) -> None:
     """Where a GPU is present the same table must hold there; a difference is a bug of the emulator."""
+    from sgl_piecewise.runtime.capture.cuda_device import CudaDevice
+
     build = REFUSED.get(name) or ACCEPTED[name]
-    code, graph = build(torch.device("cuda")), torch.cuda.CUDAGraph()
+    code, pool = build(torch.device("cuda")), CudaDevice().new_pool()
     with torch.no_grad():
-        code()
+        with pool.on_capture_stream():
+            code()
         torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph):
+        is_refused = False
+        with pool.capture_scope():
+            graph = pool.new_graph()
+            graph.begin()
+            try:
                 code()
-            is_refused = False
-        except RuntimeError:
-            is_refused = True
-    torch.cuda.synchronize()
+                graph.end()
+            except RuntimeError:
+                is_refused = True
+                graph.abort()
+        torch.cuda.synchronize()
+        torch.rand(2, device="cuda")  # The generator is usable after a refusal.
     assert is_refused == (name in REFUSED)
 
 

@@ -87,8 +87,9 @@ class StaticTensors:
         if self._storages is not None:
             self.check()
             return
-        found: list[tuple[str, Mapping[str, Any], str, torch.Tensor]]
-        found = [("", self._named, name, tensor) for name, tensor in self._named.items()]
+        found: list[tuple[str, Mapping[str, Any], str, torch.Tensor]] = [
+            ("", self._named, name, tensor) for name, tensor in self._named.items()
+        ]
         if self._module is not None:
             found += list(_module_tensors(self._module))
             self._submodules = list(_submodules(self._module))

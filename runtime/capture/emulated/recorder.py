@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import torch_private
@@ -162,7 +161,7 @@ class Recorder(TorchDispatchMode):
         if recording is None or torch_private.is_compiling_now():
             return func(*args, **kwargs)
         kinds = tuple(types)
-        if any(issubclass(kind, FakeTensor) for kind in kinds):
+        if any(torch_private.is_fake_type(kind) for kind in kinds):
             return func(*args, **kwargs)
         if kinds:
             return NotImplemented  # A wrapper subclass takes itself apart first.

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import torch_private
 from .patching import Patch, ThreadPatches
@@ -27,7 +26,7 @@ def _refuse_tensor_method(why: str) -> Callable[..., Any]:
     """Returns a replacement for a method of Tensor."""
 
     def replacement(recording: Recording, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, FakeTensor) or torch_private.is_compiling_now():
+        if torch_private.is_fake_type(type(self)) or torch_private.is_compiling_now():
             return original(self, *args, **kwargs)
         raise recording.invalidate(forbidden(f"Tensor.{original.__name__}()", why))
 
@@ -51,7 +50,7 @@ def _to(recording: Recording, original: Any, self: Any, *args: Any, **kwargs: An
     # the word "cpu" means the host.
     target = kwargs.get("device", args[0] if args else None)
     is_host = isinstance(target, str) and target.partition(":")[0] == "cpu"
-    if is_host and not isinstance(self, FakeTensor) and not torch_private.is_compiling_now():
+    if is_host and not torch_private.is_fake_type(type(self)) and not torch_private.is_compiling_now():
         raise recording.invalidate(
             forbidden(
                 'Tensor.to("cpu")',

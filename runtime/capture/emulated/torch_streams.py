@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_private
 from ...errors import UnjoinedStreamError
 from .patching import Patch, ThreadPatches
 from .recording import Recording
@@ -45,7 +46,7 @@ class StreamNames:
         number = self.number(stream)
         if number == CAPTURE_STREAM:
             return "the capture stream"
-        kind = "default stream" if stream is torch.cpu._default_cpu_stream else "side stream"
+        kind = "default stream" if torch_private.is_default_cpu_stream(stream) else "side stream"
         return f"{kind} {number} ({type(stream).__name__} at {id(stream):#x})"
 
 
