@@ -23,7 +23,7 @@ from .devices import graph_device_for
 from .recording import Recording
 from .session import CaptureMode, CaptureSession
 from .sizes import ShapeKey, padded_size, validate_capture_sizes
-from .static_inputs import StaticInputs
+from .static_inputs import StaticInputs, share_bytes
 from .static_outputs import OutputCut
 from .statics import StaticTensor, StaticTensors
 
@@ -110,8 +110,22 @@ class CapturedCallable:
             self._inputs.copy_in(values, real, padded)
             recording.run()
             if self._inputs.written:
-                self._inputs.copy_back(values, real, padded)
+                self._inputs.copy_back(values, real, padded, self._ours_to_keep(recording, values))
             return self._cut.apply(recording.outputs, real, padded, copy=self._copy_outputs)
+
+    def _ours_to_keep(self, recording: Recording, values: Sequence[Any]) -> frozenset[int]:
+        """Tells which written inputs lie where this replay left its outputs.
+
+        That is an earlier output of ``outputs="view"`` that came back as an input. It was valid until
+        this replay; writing it back now would destroy the new outputs.
+        """
+        inputs = [index for index in self._inputs.written if self.pool.owns(values[index])]
+        if not inputs:
+            return frozenset()
+        outputs = [leaf for leaf in tree.flatten(recording.outputs)[0] if isinstance(leaf, torch.Tensor)]
+        return frozenset(
+            index for index in inputs if any(share_bytes(values[index], output) for output in outputs)
+        )
 
     def padded_size(self, num_real: int) -> int | None:
         """Returns the capture size that serves ``num_real``, or None if none is large enough."""
