@@ -130,7 +130,8 @@ def test_memory_of_many_sizes_stays_close_to_the_largest(graph_device: GraphDevi
             x = double(x + 1) + x * 0.5
         return x
 
-    example = ramp(graph_device, 2048, 512)
+    # CUDA's allocator takes memory in large steps; the emulated arena does not.
+    example = ramp(graph_device, 2048, 8 if graph_device.is_emulated else 512)
 
     def reserved(sizes: list[int]) -> int:
         captured = capture(layers, (example,), capture_sizes=sizes, device=graph_device, outputs="view")
