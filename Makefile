@@ -47,6 +47,7 @@ format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 	$(PY) scripts/file_tree.py
+	$(PY) scripts/faults_covered.py
 
 # mypy and import-linter need the modules laid out by their names: see scripts/named_tree.py.
 types: named

@@ -17,7 +17,7 @@ from .device import GraphDevice, GraphPool
 from .devices import graph_device_for
 from .recording import Recording
 from .session import CaptureSession
-from .statics import StaticTensors
+from .statics import StaticTensor, StaticTensors
 
 
 class BreakableCUDAGraph:
@@ -74,7 +74,8 @@ class BreakableCUDAGraphCapture:
         device: Graph device or PyTorch device; CUDA where there is one, else emulated.
         capture_error_mode: As in ``torch.cuda.CUDAGraph.capture_begin``; used with a new pool.
         launch_segments: Whether closed segments run while capturing (see `CaptureSession`).
-        static_tensors: Tensors whose addresses are checked on the first replay.
+        static_tensors: Tensors whose addresses are checked on the first replay, or callables that
+            return them.
 
     Raises:
         ConfigError: Arguments that do not go together.
@@ -91,7 +92,7 @@ class BreakableCUDAGraphCapture:
         *,
         capture_error_mode: CaptureErrorMode = "thread_local",
         launch_segments: bool = True,
-        static_tensors: Mapping[str, torch.Tensor] | None = None,
+        static_tensors: Mapping[str, StaticTensor] | None = None,
     ) -> None:
         if not isinstance(cuda_graph, BreakableCUDAGraph):
             raise ConfigError(f"cuda_graph must be a BreakableCUDAGraph, got {type(cuda_graph).__name__}.")

@@ -23,9 +23,9 @@ from .devices import graph_device_for
 from .recording import Recording
 from .session import CaptureMode, CaptureSession
 from .sizes import ShapeKey, padded_size, validate_capture_sizes
-from .static_inputs import StaticInputs
+from .static_inputs import StaticInputs, share_bytes
 from .static_outputs import OutputCut
-from .statics import StaticTensors
+from .statics import StaticTensor, StaticTensors
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ SIZE_ZERO = "size_zero"
 NO_GRAPH = "no_graph_for_size"
 UNCUTTABLE_OUTPUT = "output_cannot_be_cut"
 ALIASED_INPUTS = "written_inputs_share_memory"
+AUTOGRAD_INPUTS = "inputs_require_grad"
 
 
 class _MarkObserver:
@@ -109,8 +110,22 @@ class CapturedCallable:
             self._inputs.copy_in(values, real, padded)
             recording.run()
             if self._inputs.written:
-                self._inputs.copy_back(values, real, padded)
+                self._inputs.copy_back(values, real, padded, self._ours_to_keep(recording, values))
             return self._cut.apply(recording.outputs, real, padded, copy=self._copy_outputs)
+
+    def _ours_to_keep(self, recording: Recording, values: Sequence[Any]) -> frozenset[int]:
+        """Tells which written inputs lie where this replay left its outputs.
+
+        That is an earlier output of ``outputs="view"`` that came back as an input. It was valid until
+        this replay; writing it back now would destroy the new outputs.
+        """
+        inputs = [index for index in self._inputs.written if self.pool.owns(values[index])]
+        if not inputs:
+            return frozenset()
+        outputs = [leaf for leaf in tree.flatten(recording.outputs)[0] if isinstance(leaf, torch.Tensor)]
+        return frozenset(
+            index for index in inputs if any(share_bytes(values[index], output) for output in outputs)
+        )
 
     def padded_size(self, num_real: int) -> int | None:
         """Returns the capture size that serves ``num_real``, or None if none is large enough."""
@@ -119,6 +134,10 @@ class CapturedCallable:
     def _find(
         self, real: int | None, padded: int | None, values: Sequence[Any]
     ) -> tuple[Recording | None, str]:
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in values
+        ):
+            return None, AUTOGRAD_INPUTS
         if self._sizes is not None:
             if real == 0:
                 return None, SIZE_ZERO
@@ -292,7 +311,7 @@ def capture(
     capture_sizes: Sequence[int] | None = None,
     dynamic_dims: Mapping[str, int] | None = None,
     pad_values: Mapping[str, int | float | bool] | None = None,
-    static_tensors: Mapping[str, torch.Tensor] | None = None,
+    static_tensors: Mapping[str, StaticTensor] | None = None,
     device: GraphDevice | torch.device | str | None = None,
     pool: GraphPool | None = None,
     launch_segments: bool | None = None,
@@ -315,7 +334,7 @@ def capture(
             size there.
         pad_values: Argument path to what padded rows hold; 0 unless named.
         static_tensors: Tensors outside the module that the graphs read in place (KV buffers,
-            workspaces); checked like parameters.
+            workspaces), or callables that return the one in use; checked like parameters.
         device: Graph device, or a PyTorch device; the example tensors' device if None.
         pool: Pool to share with other recordings that are never replayed at once.
         launch_segments: Whether closed segments run while capturing. None launches unless every

@@ -8,7 +8,7 @@ earlier, larger batch is left (`sglang#10892`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,7 @@ class StaticInputs:
                 f"Argument {path} has layout {value.layout}; only strided tensors can be captured."
             )
         dim = self._dynamic_dim(path, value, dynamic_dims)
+        _check_pad_value(path, pad_value, value.dtype)
         return InputLeaf(
             path=path,
             dynamic_dim=dim,
@@ -253,10 +254,23 @@ class StaticInputs:
             view.narrow(leaf.dynamic_dim, 0, real_size).copy_(value)
             fill_tail(view.narrow(leaf.dynamic_dim, real_size, padded_size - real_size), leaf.pad_value)
 
-    def copy_back(self, values: Sequence[Any], real_size: int | None, padded_size: int | None) -> None:
-        """Writes inputs that the forward changes in place back to the caller's tensors."""
+    def copy_back(
+        self,
+        values: Sequence[Any],
+        real_size: int | None,
+        padded_size: int | None,
+        left_alone: Collection[int] = (),
+    ) -> None:
+        """Writes inputs that the forward changes in place back to the caller's tensors.
+
+        Args:
+            values: The caller's leaves.
+            real_size: Their size.
+            padded_size: The capture size that ran.
+            left_alone: Indices of leaves that are not written to.
+        """
         views = self._leaf_views(padded_size)
-        for index in self.written:
+        for index in self.written.difference(left_alone):
             leaf, view = self.leaves[index], views[index]
             if leaf.dynamic_dim is not None and real_size is not None:
                 view = view.narrow(leaf.dynamic_dim, 0, real_size)
@@ -283,6 +297,28 @@ class StaticInputs:
                 return True
             seen.add(storage)
         return False
+
+
+def _check_pad_value(path: str, pad_value: int | float | bool, dtype: torch.dtype) -> None:
+    """Refuses a pad value that the dtype cannot hold: the fill would round it or fail at a padded call."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not limits[0] <= pad_value <= limits[1] or int(pad_value) != pad_value:
+        raise ConfigError(f"pad_values[{path!r}] is {pad_value!r}, which {dtype} cannot hold.")
+
+
+def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether the byte ranges that two tensors span overlap."""
+    (start, end), (other_start, other_end) = _byte_range(one), _byte_range(other)
+    return start < other_end and other_start < end
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:

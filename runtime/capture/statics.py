@@ -7,13 +7,33 @@ memory, so recordings check on their first replay and whenever asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError, MovedAddressError
+
+StaticTensor = torch.Tensor | Callable[[], torch.Tensor]
+"""A tensor, or what returns the one that its owner uses now (an owner may rebind it when it grows)."""
+
+
+class _Named(Mapping[str, Any]):
+    """Tensors registered by hand, each as it is now."""
+
+    def __init__(self, given: Mapping[str, StaticTensor]) -> None:
+        self._given = given
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = self._given[name]
+        return tensor() if callable(tensor) and not isinstance(tensor, torch.Tensor) else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
 
 
 @dataclass(frozen=True)
@@ -30,10 +50,11 @@ class StaticTensors:
     """Named tensors whose addresses must not change.
 
     Tensors are looked up again at every check where their module keeps them, so a parameter or
-    submodule that was replaced is noticed.
+    submodule that was replaced is noticed; so is an entry of ``named`` that was replaced, or that is a
+    callable and returns another tensor.
 
     Args:
-        named: Tensors registered by hand, by name.
+        named: Tensors registered by hand, or callables that return them, by name; held, not copied.
         module: A module whose parameters and buffers are all registered, under their own names.
 
     Raises:
@@ -41,13 +62,18 @@ class StaticTensors:
     """
 
     def __init__(
-        self, named: Mapping[str, torch.Tensor] | None = None, module: torch.nn.Module | None = None
+        self,
+        named: Mapping[str, StaticTensor] | None = None,
+        module: torch.nn.Module | None = None,
     ) -> None:
-        self._named = dict(named or {})
+        self._named = _Named({} if named is None else named)
         self._module = module
         for name, tensor in self._named.items():
             if not isinstance(tensor, torch.Tensor):
-                raise ConfigError(f"static_tensors[{name!r}] must be a tensor, got {type(tensor).__name__}.")
+                raise ConfigError(
+                    f"static_tensors[{name!r}] must be a tensor, or a callable that returns one, got "
+                    f"{type(tensor).__name__}."
+                )
         self._entries: list[_Entry] = []
         self._submodules: list[tuple[str, Mapping[str, Any], str, Any]] = []
         self._storages: frozenset[int] | None = None

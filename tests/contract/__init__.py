@@ -1,0 +1,1 @@
+"""The contract of capture, written once and run on every graph device."""
