@@ -128,6 +128,10 @@ class BlockBuilder:
             self._call_again(self._draw(st.integers(0, len(marks) - 1)))
         results = tuple(range(before, self._next))
         if is_captured and results and self._draw(st.booleans()):
+            if self._draw(st.booleans()):
+                before = self._next
+                self._draw_step(operators.GROUPS["view"], results)
+                results = tuple(range(before, self._next)) or results
             self._draw_step(operators.GROUPS["write"], results)
 
     def _call_new_mark(self) -> None:
