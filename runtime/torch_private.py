@@ -233,3 +233,9 @@ def is_fake_type(kind: type) -> bool:
 def is_default_cpu_stream(stream: Any) -> bool:
     """Tells whether ``stream`` is the one that ``torch.cpu.current_stream()`` gives at start."""
     return stream is torch.cpu._default_cpu_stream
+
+
+def raw_stream_getter() -> Callable[[int], int]:
+    """Returns the function behind ``raw_current_stream``, for loops that call it per launch."""
+    getter: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    return getter

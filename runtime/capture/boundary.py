@@ -20,7 +20,7 @@ import torch
 
 from .. import torch_private, tree
 from ..errors import BreakMismatchError, CaptureError
-from .device import GraphPool
+from .device import GraphPool, SettableCopy
 from .statics import StaticTensors
 
 # A boundary keeps the address of its source modulo this, since kernels choose code by alignment
@@ -95,6 +95,11 @@ class BreakOutputs:
         self.leaves = leaves
         self.shared = shared
         self._in_shared = frozenset(index for memory in shared for index, _ in memory.members)
+        self._copies: dict[int, SettableCopy] = {}
+
+    def use_copy(self, leaf_index: int, copy: SettableCopy) -> None:
+        """Leaves the copy of a leaf to the graph that reads it; replay only sets the source."""
+        self._copies[leaf_index] = copy
 
     def num_copied_bytes(self) -> int:
         """Bytes that one replay copies at most."""
@@ -120,7 +125,13 @@ class BreakOutputs:
             if source.data_ptr() != memory.target.data_ptr():
                 memory.target.copy_(source)
         for index, (plan, value) in enumerate(zip(self.leaves, values, strict=True)):
-            if plan.target is not None and index not in self._in_shared and not _is_in_place(plan, value):
+            if plan.target is None or index in self._in_shared:
+                continue
+            if index in self._copies:
+                # The graph copies whatever happens, and wants dense memory other than its target.
+                is_ready = value.is_contiguous() and value.data_ptr() != plan.address
+                self._copies[index].setter()(value if is_ready else value.clone().contiguous())
+            elif not _is_in_place(plan, value):
                 plan.target.copy_(value)
 
     def receiver(self) -> Callable[[Any], None]:
@@ -135,9 +146,26 @@ class BreakOutputs:
 
     def _single_tensor_receiver(self, plan: LeafPlan, target: torch.Tensor) -> Callable[[Any], None]:
         shape, dtype, device, address = plan.shape, plan.dtype, plan.device, plan.address
-        copy = target.copy_
         slow = self.receive
         tensor_type = torch.Tensor
+        if self._copies:
+            set_source = self._copies[0].setter()
+
+            def receive_into_graph(result: Any) -> None:
+                if (
+                    type(result) is tensor_type
+                    and result.shape == shape
+                    and result.dtype is dtype
+                    and result.device == device
+                    and result.is_contiguous()
+                    and result.data_ptr() != address
+                ):
+                    set_source(result)
+                else:
+                    slow(result)
+
+            return receive_into_graph
+        copy = target.copy_
 
         def receive(result: Any) -> None:
             if (
@@ -242,11 +270,28 @@ class PlacedResult:
         outputs: What replay needs.
         copied: Copied leaves as (path, captured tensor, weak reference to the source's storage), so
             that the caller can tell, once it dropped the source, whether someone else holds it.
+        staged: Leaves whose copy the next graph must do first.
     """
 
     result: Any
     outputs: BreakOutputs
     copied: list[tuple[str, torch.Tensor, Any]]
+    staged: list[StagedLeaf]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedLeaf:
+    """A leaf that waits in pool memory for the next graph to copy it.
+
+    Attributes:
+        leaf_index: Which leaf.
+        target: What captured code reads; not written yet.
+        source: The result, in pool memory that may be reused once the copy is recorded.
+    """
+
+    leaf_index: int
+    target: torch.Tensor
+    source: torch.Tensor
 
 
 def place_result(
@@ -297,9 +342,20 @@ def place_result(
 
     shared: list[SharedMemory] = []
     copied: list[tuple[str, torch.Tensor, Any]] = []
+    staged: list[StagedLeaf] = []
     for indices in by_storage.values():
         sources = [leaves[index] for index in indices]
-        owners, memory = _copy_to_boundary(sources, pool)
+        owners, memory = _allocate_boundary(sources, pool)
+        if memory is not None:
+            start = min(source.data_ptr() for source in sources)
+            memory.copy_(_bytes(sources[0], start, memory.numel()))
+        elif pool.sets_copy_sources and sources[0].is_contiguous() and sources[0].numel():
+            staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
+            staging.copy_(sources[0])
+            staged.append(StagedLeaf(leaf_index=indices[0], target=owners[0], source=staging))
+        else:
+            for source, owner in zip(sources, owners, strict=True):
+                owner.copy_(source)
         for index, source, owner in zip(indices, sources, owners, strict=True):
             plans[index] = _tensor_plan(names[index], owner, target=torch_private.alias_without_owning(owner))
             placed[index] = owner
@@ -313,7 +369,7 @@ def place_result(
             shared.append(SharedMemory(members=members, target=torch_private.alias_without_owning(memory)))
     done = [plan for plan in plans if plan is not None]
     outputs = BreakOutputs(mark_name, where, spec, done, shared)
-    return PlacedResult(result=tree.unflatten(spec, placed), outputs=outputs, copied=copied)
+    return PlacedResult(result=tree.unflatten(spec, placed), outputs=outputs, copied=copied, staged=staged)
 
 
 def _tensor_plan(path: str, tensor: torch.Tensor, target: torch.Tensor | None) -> LeafPlan:
@@ -372,10 +428,10 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _copy_to_boundary(
+def _allocate_boundary(
     sources: list[torch.Tensor], pool: GraphPool
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Copies leaves of one storage into one boundary memory.
+    """Allocates one boundary memory for leaves of one storage.
 
     Returns:
         One owning tensor per leaf, and the bytes that must be copied at once (None for a plain leaf).
@@ -387,12 +443,8 @@ def _copy_to_boundary(
     lead = start % _ALIGNMENT_KEPT_BYTES
     memory = pool.allocate(lead + span)
     owners = [_view(memory, source, lead + source.data_ptr() - start) for source in sources]
-    if len(sources) == 1 and not _overlaps_itself(sources[0]):
-        owners[0].copy_(sources[0])
-        return owners, None
-    boundary_bytes = memory[lead:]
-    boundary_bytes.copy_(_bytes(sources[0], start, span))
-    return owners, boundary_bytes
+    is_plain = len(sources) == 1 and not _overlaps_itself(sources[0])
+    return owners, None if is_plain else memory[lead:]
 
 
 def _bytes(tensor: torch.Tensor, address: int, num_bytes: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import logging
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -25,8 +25,9 @@ from ..errors import (
     DeviceUnavailableError,
     UnjoinedStreamError,
 )
+from . import cuda_runtime
 from .cuda_streams import StreamTracker, watch_streams
-from .device import DeviceGraph, GraphDevice, GraphPool, PoolMemory
+from .device import DeviceGraph, GraphDevice, GraphPool, PoolMemory, SettableCopy
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
@@ -39,8 +40,12 @@ class CudaGraph(DeviceGraph):
 
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
-        self._graph = torch.cuda.CUDAGraph()
+        # Nodes can be set as long as the graph that they were captured in is kept.
+        self._graph = torch.cuda.CUDAGraph(keep_graph=pool.runtime is not None)
         self._is_empty = False
+        self._draws_random: bool | None = None
+        self._executable = 0
+        self.held_sources: list[torch.Tensor] = []
         for generator in pool.generators:
             self._graph.register_generator_state(generator)
         self._launch = torch_private.graph_launcher(self._graph)
@@ -49,12 +54,21 @@ class CudaGraph(DeviceGraph):
         self._graph.capture_begin(torch_private.pool_token(self._pool.handle), self._pool.error_mode)
         self._pool.tracker.begin_graph()
 
+    def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
+        target.copy_(source)
+        assert self._pool.runtime is not None, "the pool said that it sets copy sources"
+        node = self._pool.runtime.last_copy_node(self._pool.stream.cuda_stream)
+        return CudaCopy(self, target, source, node)
+
     def end(self) -> None:
         self._pool.tracker.end_graph()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with _driver_out_of_memory():
                 self._graph.capture_end()
+                if self._pool.runtime is not None:
+                    self._graph.instantiate()
+                    self._executable = self._graph.raw_cuda_graph_exec()
         self._is_empty = any(_EMPTY_GRAPH_WARNING in str(entry.message) for entry in caught)
         for entry in caught:
             if _EMPTY_GRAPH_WARNING not in str(entry.message):
@@ -73,17 +87,74 @@ class CudaGraph(DeviceGraph):
         self.reset()
 
     def replay(self) -> None:
-        self._launch()
+        if self._draws_random is None:
+            before = self._pool.random_offsets()
+            self._launch()
+            self._draws_random = self._pool.random_offsets() != before
+        else:
+            self._launch()
+        self.held_sources.clear()
 
     def launcher(self) -> Callable[[], None]:
-        return self._launch
+        runtime = self._pool.runtime
+        if runtime is None or self._draws_random is not False:
+            return self.replay
+        launch, executable, held = runtime.launch, self._executable, self.held_sources
+        current_stream, index = torch_private.raw_stream_getter(), self._pool.device.torch_device.index
+        check = runtime.check
+
+        def launch_directly() -> None:
+            error = launch(executable, current_stream(index))
+            if held:
+                held.clear()
+            if error:
+                check(error, "launch a graph segment")
+
+        return launch_directly
+
+    def executable(self) -> int:
+        """Returns the address of the executable graph; it exists once the graph has ended."""
+        return self._executable
 
     def reset(self) -> None:
         self._graph.reset()
+        self.held_sources.clear()
 
     @property
     def num_ops(self) -> int | None:
         return 0 if self._is_empty else None
+
+
+class CudaCopy(SettableCopy):
+    """A memcpy node at the start of a graph.
+
+    Args:
+        graph: The graph that holds it.
+        target: Where it writes; only its address is kept.
+        source: What it was captured with.
+        node: Its address, or None if the copy was captured as something else.
+    """
+
+    def __init__(
+        self, graph: CudaGraph, target: torch.Tensor, source: torch.Tensor, node: int | None
+    ) -> None:
+        self._graph = graph
+        self._node = node
+        # Addresses stay valid because the graph pins the pool. A copy that is no memcpy node keeps its
+        # captured source for good, and replay writes there.
+        self._target = torch_private.alias_without_owning(target)
+        self._fixed_source = source if node is None else None
+
+    def setter(self) -> Callable[[torch.Tensor], None]:
+        if self._fixed_source is not None or self._node is None:
+            assert self._fixed_source is not None
+            write = self._fixed_source.copy_
+            return lambda source: (write(source), None)[1]
+        runtime = cuda_runtime.load()
+        assert runtime is not None
+        return cuda_runtime.copy_setter(
+            runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
+        )
 
 
 @contextlib.contextmanager
@@ -125,11 +196,29 @@ class CudaPool(GraphPool):
         self.error_mode: CaptureErrorMode = error_mode
         self.generators = generators
         self.tracker = StreamTracker(self.stream)
+        self.runtime = cuda_runtime.load()
         self._last_stream = 0
         self._has_last_stream = False
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._outside: set[int] = set()
+
+    @property
+    def sets_copy_sources(self) -> bool:
+        return self.runtime is not None
+
+    def run(self, steps: Iterable[Callable[[], None]]) -> None:
+        device = self.device.torch_device
+        if torch.cuda.current_device() == device.index:
+            super().run(steps)
+        else:
+            with torch.cuda.device(device):
+                super().run(steps)
+
+    def random_offsets(self) -> list[int]:
+        """Returns how far every generator that captured code may draw from has advanced."""
+        default = torch.cuda.default_generators[self.device.torch_device.index]
+        return [generator.get_offset() for generator in (default, *self.generators)]
 
     def order_after_last_use(self) -> None:
         device = self.device.torch_device

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,14 @@ class DeviceGraph(abc.ABC):
         Streams that were forked and still open when the previous graph of the scope ended are
         forked again, so that code which goes on using them stays captured.
         """
+
+    def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
+        """Records ``target.copy_(source)`` as the first work of the graph; replay sets the source.
+
+        Only where the pool ``sets_copy_sources``; call it right after ``begin``. Both are dense and of
+        one shape and type; ``source`` may die afterwards.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no copies with a source to be set")
 
     @abc.abstractmethod
     def end(self) -> None:
@@ -80,6 +88,14 @@ class DeviceGraph(abc.ABC):
     def op_names(self) -> list[str]:
         """Returns the recorded operations by name, in order; empty where the device does not say."""
         return []
+
+
+class SettableCopy(abc.ABC):
+    """A copy inside a graph whose source is given anew before each launch."""
+
+    @abc.abstractmethod
+    def setter(self) -> Callable[[torch.Tensor], None]:
+        """Returns ``set_source(tensor)``; ask once the graph has ended. The tensor is kept till the launch."""
 
 
 class Exclusive:
@@ -130,6 +146,16 @@ class GraphPool(abc.ABC):
                 segment of the same pool, or capture inside capture): waiting would never end.
         """
         return Exclusive(self, purpose)
+
+    @property
+    def sets_copy_sources(self) -> bool:
+        """Whether a boundary copy can be the first node of the next graph (``record_copy``)."""
+        return False
+
+    def run(self, steps: Iterable[Callable[[], None]]) -> None:
+        """Calls the steps of a replay in order, with the pool's device current."""
+        for step in steps:
+            step()
 
     @abc.abstractmethod
     def order_after_last_use(self) -> None:

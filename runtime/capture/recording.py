@@ -46,10 +46,12 @@ class Recording:
         self.segments = segments
         self.outputs = _without_ownership(outputs, pool)
         self._statics = statics
-        self._steps: tuple[Callable[[], None], ...] = tuple(
-            step for step in (segment.bind() for segment in segments) if step is not None
-        )
-        self._addresses_checked = False
+        self._steps = self._bind()
+        self._has_run = False
+
+    def _bind(self) -> tuple[Callable[[], None], ...]:
+        bound = (segment.bind() for segment in self.segments)
+        return tuple(step for step in bound if step is not None)
 
     @property
     def num_graph_segments(self) -> int:
@@ -90,16 +92,18 @@ class Recording:
                 f"Recording {self.key} was replayed inside a capture. A graph cannot launch graphs while it is "
                 "being recorded; put the call into a function marked @eager_on_graph."
             )
-        if not self._addresses_checked:
+        if not self._has_run:
             self.check_static_addresses()
         # Bodies run as they did at capture: without autograd, whatever the caller's mode is now.
         if torch.is_grad_enabled():
             with torch.no_grad():
-                for step in self._steps:
-                    step()
+                self.pool.run(self._steps)
         else:
-            for step in self._steps:
-                step()
+            self.pool.run(self._steps)
+        if not self._has_run:
+            self._has_run = True
+            # The first run taught the graphs whether they draw random numbers; others launch faster.
+            self._steps = self._bind()
 
     def check_static_addresses(self) -> None:
         """Checks that every static tensor is where the graphs read it.
@@ -108,7 +112,6 @@ class Recording:
             MovedAddressError: One moved; names it.
         """
         self._statics.check()
-        self._addresses_checked = True
 
     def reset(self) -> None:
         """Frees the graphs. The pool's memory goes back once no recording uses it. Idempotent."""

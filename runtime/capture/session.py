@@ -21,7 +21,7 @@ import torch
 from .. import tree
 from ..errors import CaptureError
 from ..mark import MarkedFunction, active_capture, use_capture
-from .boundary import place_result
+from .boundary import PlacedResult, place_result
 from .device import DeviceGraph, GraphPool
 from .guard import OutsideWriteGuard
 from .recording import Recording
@@ -153,7 +153,15 @@ class CaptureSession:
             if not source.expired():
                 self._guard_copy(copy, f"{path} of break {mark.name!r} ({where})")
         self._begin_segment()
+        self._record_copies(placed)
         return placed.result
+
+    def _record_copies(self, placed: PlacedResult) -> None:
+        """Makes boundary copies the first work of the segment that reads them."""
+        assert self._graph is not None
+        while placed.staged:
+            staged = placed.staged.pop()
+            placed.outputs.use_copy(staged.leaf_index, self._graph.record_copy(staged.target, staged.source))
 
     def _body_for(self, mark: MarkedFunction, where: str) -> Any:
         """The marked function's stand-in while capturing, or its body where memory is real."""

@@ -1,0 +1,122 @@
+"""Three CUDA calls that PyTorch has no Python name for, through ctypes.
+
+They cut the host's cost of a break: setting the source of a copy node takes a third of a ``copy_``,
+and launching a graph here skips PyTorch's look at random generators, which only graphs that draw
+random numbers need. Everything is optional: without the library `load` returns None and the
+callers use PyTorch's own calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ReplayError
+
+_MEMCPY_DEVICE_TO_DEVICE = 3
+_NODE_TYPE_MEMCPY = 1
+_CAPTURE_ACTIVE = 1
+
+
+@dataclass(frozen=True)
+class CudaRuntime:
+    """Entry points of the CUDA runtime and driver that this process uses already.
+
+    Attributes:
+        launch: ``cudaGraphLaunch(exec, stream) -> error``.
+        set_copy: ``cudaGraphExecMemcpyNodeSetParams1D(exec, node, target, source, bytes, kind) -> error``.
+        capture_info: ``cuStreamGetCaptureInfo_v2``.
+        node_type: ``cudaGraphNodeGetType``.
+        error_name: ``cudaGetErrorName``.
+    """
+
+    launch: Any
+    set_copy: Any
+    capture_info: Any
+    node_type: Any
+    error_name: Any
+
+    def last_copy_node(self, stream: int) -> int | None:
+        """Returns the node that the capture on ``stream`` recorded last, if it is a copy, else None."""
+        status, capture_id, graph = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_void_p()
+        nodes, num_nodes = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        error = self.capture_info(
+            stream,
+            ctypes.byref(status),
+            ctypes.byref(capture_id),
+            ctypes.byref(graph),
+            ctypes.byref(nodes),
+            ctypes.byref(num_nodes),
+        )
+        if error or status.value != _CAPTURE_ACTIVE or num_nodes.value != 1:
+            return None
+        kind = ctypes.c_int()
+        if self.node_type(nodes[0], ctypes.byref(kind)) or kind.value != _NODE_TYPE_MEMCPY:
+            return None
+        return nodes[0]
+
+    def check(self, error: int, what: str) -> None:
+        """Raises if a call failed.
+
+        Raises:
+            ReplayError: Names the call and CUDA's error.
+        """
+        if error:
+            name = (self.error_name(error) or b"unknown").decode()
+            raise ReplayError(f"CUDA refused to {what}: {name} (error {error}).")
+
+
+@functools.cache
+def load() -> CudaRuntime | None:
+    """Finds the CUDA runtime and driver libraries of this process; None where one is missing."""
+    version = torch.version.cuda
+    if version is None:
+        return None
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    launch, set_copy = runtime.cudaGraphLaunch, runtime.cudaGraphExecMemcpyNodeSetParams1D
+    launch.argtypes = [pointer, pointer]
+    set_copy.argtypes = [pointer, pointer, pointer, pointer, size, ctypes.c_int]
+    capture_info, node_type = driver.cuStreamGetCaptureInfo_v2, runtime.cudaGraphNodeGetType
+    capture_info.argtypes = [pointer] * 6
+    node_type.argtypes = [pointer, pointer]
+    error_name = runtime.cudaGetErrorName
+    error_name.argtypes, error_name.restype = [ctypes.c_int], ctypes.c_char_p
+    return CudaRuntime(launch, set_copy, capture_info, node_type, error_name)
+
+
+def copy_setter(
+    runtime: CudaRuntime, executable: int, node: int, target: torch.Tensor, held: list[torch.Tensor]
+) -> Any:
+    """Returns a function that makes a copy node read from a given tensor at the next launches.
+
+    Launches under way are not affected (CUDA: updates of an executable graph hold for future ones).
+
+    Args:
+        runtime: The entry points.
+        executable: Address of the executable graph.
+        node: Address of the node in the graph that it was made from.
+        target: Where the node writes; dense.
+        held: Receives the tensor, so that it lives until whoever launches the graph clears it.
+
+    Returns:
+        ``set_source(tensor) -> None``; the tensor is dense, of the target's shape and type.
+    """
+    set_copy, address, num_bytes = runtime.set_copy, target.data_ptr(), target.nbytes
+    hold, check = held.append, runtime.check
+
+    def set_source(source: torch.Tensor) -> None:
+        hold(source)
+        error = set_copy(executable, node, address, source.data_ptr(), num_bytes, _MEMCPY_DEVICE_TO_DEVICE)
+        if error:
+            check(error, "set the source of a boundary copy")
+
+    return set_source
