@@ -45,6 +45,23 @@ def test_memory_of_earlier_graphs_is_undone_too() -> None:
     assert torch.equal(y, torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize("reuses", [False, True])
+def test_memory_that_dies_while_recording_is_whole_at_the_next_launch(reuses: bool) -> None:
+    """Recording executes nothing, poison included: the launch still reads what an earlier graph left."""
+    pool = EmulatedDevice().new_pool()
+    with torch.no_grad(), pool.capture_scope():
+        with recording(pool) as first:
+            y = torch.ones(4)
+        first.replay()
+        with recording(pool) as second:
+            z = y + 1
+            del y
+            later = torch.zeros(4) if reuses else None
+        second.replay()
+    assert torch.equal(z, torch.full((4,), 2.0))
+    assert later is None or torch.equal(later, torch.zeros(4))
+
+
 def test_freed_memory_is_reused_and_poisoned_at_every_replay() -> None:
     pool = EmulatedDevice().new_pool()
     x = torch.ones(1000)

@@ -303,7 +303,8 @@ def place_result(
         for index, source, owner in zip(indices, sources, owners, strict=True):
             plans[index] = _tensor_plan(names[index], owner, target=torch_private.alias_without_owning(owner))
             placed[index] = owner
-            copied.append((names[index], owner, torch_private.storage_weak_ref(source)))
+            if source.numel():  # A write into an empty tensor changes nothing, whoever holds it.
+                copied.append((names[index], owner, torch_private.storage_weak_ref(source)))
         if memory is not None:
             origin = min(source.data_ptr() for source in sources)
             members = tuple(

@@ -97,6 +97,9 @@ class Recording:
 
     def add_poison(self, block: Block, stream: int) -> None:
         """Poisons a block, now and in every replay."""
+        if block.epoch != self.epoch:
+            # An earlier graph filled it, and the launch of this one may read it before the block dies.
+            self.memory.save_bytes(block.address, block.num_bytes)
         self.add_poison_range(block.address, block.num_bytes, block.is_bool, stream)
 
     def add_poison_range(self, address: int, num_bytes: int, is_bool: bool, stream: int) -> None:
@@ -140,10 +143,11 @@ class Recording:
 
     def undo(self) -> None:
         """Makes memory and generators as if nothing had been executed."""
-        self.memory.restore()
+        # Poison first: a block of this recording may lie where an older one, restored after it, died.
         for block in self.arena.live_blocks():
             if block.epoch == self.epoch:
                 arena_module.poison_range(block.address, block.num_bytes, block.is_bool)
+        self.memory.restore()
         self.generators.restore()
 
     def alias(self, value: Any) -> Any:

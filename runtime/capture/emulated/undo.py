@@ -7,6 +7,8 @@ recording ends, as if nothing had been executed. This module must not know of op
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from ...errors import CaptureForbiddenError
@@ -17,6 +19,7 @@ class MemoryUndo:
 
     def __init__(self) -> None:
         self._saved: dict[tuple[int, int], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._saved_bytes: list[tuple[int, bytes]] = []
 
     def save(self, storage: torch.UntypedStorage) -> None:
         """Keeps the contents of a storage that is about to be written, once."""
@@ -24,8 +27,15 @@ class MemoryUndo:
         if key not in self._saved and storage.nbytes():
             self._saved[key] = (storage, storage.clone())
 
+    def save_bytes(self, address: int, num_bytes: int) -> None:
+        """Keeps the contents of mapped memory that no storage owns any more."""
+        self._saved_bytes.append((address, ctypes.string_at(address, num_bytes)))
+
     def restore(self) -> None:
         """Puts everything back, last saved first, since storages may overlap."""
+        for address, kept in reversed(self._saved_bytes):
+            ctypes.memmove(address, kept, len(kept))
+        self._saved_bytes.clear()
         for storage, contents in reversed(self._saved.values()):
             storage.copy_(contents)
         self._saved.clear()

@@ -1,0 +1,1 @@
+"""Random programs, run eager and captured: see ``test_programs``."""
