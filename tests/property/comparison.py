@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +10,14 @@ import torch
 from sgl_piecewise import capture
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.captured import SIZE_OVER_LARGEST, CapturedCallable
-from sgl_piecewise.runtime.capture.device import GraphDevice, GraphPool
+from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError, OutsideWriteError
 from sgl_piecewise.runtime.mark import active_capture
 
 from .coverage import Coverage, FactFinder, facts_of_options
-from .inference import Machine, examine
+from .inference import examine
 from .kinds import DTYPES, SIZE
-from .program import Break, Call, Invocation, Leaf, Program
+from .program import Break, Call, Invocation, Program
 from .world import World
 
 Arguments = list[torch.Tensor]
@@ -202,9 +200,7 @@ class _Comparison:
         return outputs, cut
 
     def _output_dims(self) -> list[int | None]:
-        return [
-            kind.shape.index(SIZE) if SIZE in kind.shape else None for kind in self._machine.output_kinds
-        ]
+        return [kind.shape.index(SIZE) if SIZE in kind.shape else None for kind in self._machine.output_kinds]
 
     def _compare_call(self, call: Invocation, arms: list[Arm]) -> None:
         expected, expected_arguments = self._run_eager(call)
@@ -218,9 +214,7 @@ class _Comparison:
             what = f"call {call.seed} at size {call.size}"
             _require_same(f"{arm.name}, {what}, outputs", expected, outputs)
             _require_same(f"{arm.name}, {what}, arguments", expected_arguments, arguments)
-            _require_same(
-                f"{arm.name}, {what}, state", self._eager.persistent(), arm.world.persistent()
-            )
+            _require_same(f"{arm.name}, {what}, state", self._eager.persistent(), arm.world.persistent())
             if self._program.outputs == "copy":
                 arm.remembered.append((what, expected, outputs))
 

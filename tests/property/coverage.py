@@ -125,7 +125,9 @@ class Coverage:
 
     def table(self) -> str:
         """Returns the counts as text, one fact a line."""
-        lines = [f"{self.num_programs} programs, {self.num_calls} compared calls; programs by what they cover:"]
+        lines = [
+            f"{self.num_programs} programs, {self.num_calls} compared calls; programs by what they cover:"
+        ]
         lines += [f"{self.counts[fact] or 'MISSING':>8}  {fact}" for fact in FACTS]
         return "\n".join(lines)
 
@@ -140,7 +142,9 @@ def facts_of_options(program: Program) -> set[str]:
         "one size": len(sizes) == 1 and not program.is_fixed,
         "several sizes": len(sizes) > 1,
         "fixed shapes": program.is_fixed,
-        "call between sizes": any(size not in (None, real) for size, real in zip(padded, called, strict=True)),
+        "call between sizes": any(
+            size not in (None, real) for size, real in zip(padded, called, strict=True)
+        ),
         "call over the largest size": None in padded,
         "size called again after another": any(
             size in padded[:index] and padded[index - 1] != size for index, size in enumerate(padded)
@@ -207,7 +211,12 @@ _ALIASES = {
     "static": "result is a static tensor or a view of it",
     "outside": "result is outside memory or a view of it",
 }
-_DTYPES = {"i64": "integer result", "bool": "boolean result", "bf16": "bfloat16 result", "c64": "complex result"}
+_DTYPES = {
+    "i64": "integer result",
+    "bool": "boolean result",
+    "bf16": "bfloat16 result",
+    "c64": "complex result",
+}
 
 
 class FactFinder:

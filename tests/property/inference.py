@@ -114,7 +114,9 @@ class Scope:
             return dataclasses.replace(kind, is_unique=False)
         return kind
 
-    def infer(self, op: Operator, operands: tuple[int, ...], literals: tuple[Literal, ...]) -> tuple[Kind, ...]:
+    def infer(
+        self, op: Operator, operands: tuple[int, ...], literals: tuple[Literal, ...]
+    ) -> tuple[Kind, ...]:
         """Returns the kinds of a step's results; changes nothing.
 
         Raises:

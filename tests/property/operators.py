@@ -172,9 +172,7 @@ def _cat(dim: int) -> Infer:
         first, second = kinds
         _require(first.rank == second.rank and first.dtype == second.dtype)
         axis = dim % first.rank
-        rest = [
-            one for index, one in enumerate(zip(first.shape, second.shape, strict=True)) if index != axis
-        ]
+        rest = [one for index, one in enumerate(zip(first.shape, second.shape, strict=True)) if index != axis]
         _require(all(one == other for one, other in rest))
         one, other = first.shape[axis], second.shape[axis]
         total = fresh((one, other)).shape[0]
@@ -580,7 +578,18 @@ def _all(effect: Effect, *less: tuple[Operator, ...]) -> tuple[Operator, ...]:
 
 
 _INDICES = _some(
-    *("argmax", "sort", "sort_rows", "topk", "index_select", "index", "gather", "embedding", "next_index", "arange")
+    *(
+        "argmax",
+        "sort",
+        "sort_rows",
+        "topk",
+        "index_select",
+        "index",
+        "gather",
+        "embedding",
+        "next_index",
+        "arange",
+    )
 )
 _CASTS = _some("to_bf16", "to_f32", "complex", "scale_complex", "mask_to_index", "positive", "greater")
 _MATRICES = _some("linear", "affine", "attend", "layer_norm", "softmax", "cumsum", "sum", "amax", "mean")

@@ -35,7 +35,7 @@ class Leaf:
 class Constant:
     """None, a number or a string in a result."""
 
-    value: None | bool | int | float | str
+    value: bool | int | float | str | None
 
 
 @dataclass(frozen=True)

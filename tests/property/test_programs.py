@@ -33,7 +33,9 @@ Reports = list[tuple[str, str]]
 def _run(device: GraphDevice, num_programs: int, seed: int | None, reports: Reports) -> Coverage:
     """Draws and checks programs; a seed makes a run of its own, None the same run every time."""
     coverage = Coverage()
-    logging.getLogger("sgl_piecewise").setLevel(logging.ERROR)  # Calls over the largest size warn, as they should.
+    logging.getLogger("sgl_piecewise").setLevel(
+        logging.ERROR
+    )  # Calls over the largest size warn, as they should.
 
     @hypothesis.settings(
         max_examples=num_programs,

@@ -16,7 +16,7 @@ from sgl_piecewise.runtime import tree
 
 from .kinds import LARGEST
 from .operators import OPERATORS
-from .program import Block, Break, Call, Constant, Leaf, Mark, Pair, Program, Step, Tree
+from .program import Block, Call, Constant, Leaf, Mark, Pair, Program, Step, Tree
 
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
