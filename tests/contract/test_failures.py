@@ -199,22 +199,23 @@ def test_out_of_memory_inside_a_capture_keeps_what_is_captured(graph_device: Gra
 
 
 def test_pool_that_cannot_grow_keeps_what_fits() -> None:
+    """Only the emulated device can be made small; what it raises is what CUDA's allocator raises."""
     from sgl_piecewise.runtime.capture.emulated.device import EmulatedDevice
 
-    device = EmulatedDevice(limit_bytes=40_000)
+    device = EmulatedDevice(limit_bytes=30_000)
     captured = capture(
         lambda x: double(x + 1) + x, (ramp(device, 64, 64),), capture_sizes=[4, 16, 64], device=device
     )
     assert captured.build is not None
     assert [(entry.size, entry.error is None) for entry in captured.build.sizes] == [
-        (64, True),
+        (64, False),
         (16, True),
         (4, True),
-    ] or captured.build.sizes[0].error is not None
-    x = ramp(device, 64, 64)
-    assert_equal(captured(x), (x + 1) * 2 + x)
-    y = ramp(device, 3, 64)
-    assert_equal(captured(y), (y + 1) * 2 + y)
+    ]
+    for real in (64, 16, 3):
+        x = ramp(device, real, 64)
+        assert_equal(captured(x), (x + 1) * 2 + x)
+    assert captured.fallbacks == {NO_GRAPH: 1}
 
 
 def test_error_names_the_source_line_and_the_cure(graph_device: GraphDevice) -> None:

@@ -21,6 +21,8 @@ def uninitialised_read(device: GraphDevice) -> None:
     """A read of fresh memory gives NaN at every replay (a seeded defect's check)."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        filled = torch.ones(8, device=x.device)  # Its memory is next, so without poison the read gives 1.
+        del filled
         empty = torch.empty(8, device=x.device)
         empty[:4] = x
         return double(empty) + 1

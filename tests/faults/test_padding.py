@@ -71,8 +71,8 @@ def _mixture(device: GraphDevice) -> tuple[CapturedCallable, list[torch.Tensor]]
 
     def forward(x: torch.Tensor, chosen: torch.Tensor, num_token_non_padded: torch.Tensor) -> torch.Tensor:
         is_real = torch.arange(x.shape[0], device=x.device) < num_token_non_padded
-        routed = experts(x, torch.where(is_real, chosen, -1))
-        return torch.where(is_real.unsqueeze(-1), routed, 0.0).sum(0)
+        routed = experts(x, chosen.masked_fill(~is_real, -1))
+        return routed.masked_fill(~is_real.unsqueeze(-1), 0.0).sum(0)
 
     count = torch.tensor(8, device=device.torch_device)
     captured = capture(
