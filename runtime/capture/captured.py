@@ -153,7 +153,8 @@ class CapturedCallable:
         if reason not in self.fallbacks:
             _logger.warning("%s: ran without a graph, reason %s (counted in .fallbacks)", self, reason)
         self.fallbacks[reason] += 1
-        return self._fn(*args, **kwargs)
+        # Copied as a replay's outputs are: the function may return state that a later call overwrites.
+        return self._cut.apply(self._fn(*args, **kwargs), None, None, copy=self._copy_outputs)
 
     def check_static_addresses(self) -> None:
         """Checks that parameters and registered tensors are where the graphs read them.

@@ -117,9 +117,10 @@ class _Comparison:
         program, world = self._program, self._new_world()
         largest = program.sizes[-1]
         world.begin_call(0)
+        example = self._arguments(Invocation(size=largest, seed=99))
         captured = capture(
             world,
-            tuple(self._arguments(Invocation(size=largest, seed=99))),
+            tuple(example),
             strategy="breakable" if strategy == "debug" else strategy,
             debug=strategy == "debug",
             outputs=program.outputs,
@@ -131,9 +132,42 @@ class _Comparison:
             pool=self._shared_pool,
             launch_segments=None if strategy == "debug" else program.launch_segments,
         )
+        self._check_capturing_pass(strategy, world, captured, example)
         world.reset()
         self._facts.add(f"{strategy} compared")
         return Arm(name=strategy, world=world, captured=captured)
+
+    def _check_capturing_pass(
+        self, strategy: str, world: World, captured: CapturedCallable, example: Arguments
+    ) -> None:
+        """Warm-up and a launched capture are real executions: state and outputs are as after eager runs."""
+        program, build = self._program, captured.build
+        assert build is not None
+        marks = [program.marks[step.mark] for step in program.main.steps if isinstance(step, Call)]
+        stands_in = any(mark.stand_in == "stub" or not build.segments_launched for mark in marks)
+        if (strategy == "breakable" and stands_in) or not self._device.is_emulated:
+            return  # On CUDA a graph's random numbers may come from elsewhere in the seed's sequence.
+        eager, outputs = self._new_world(), None
+        eager.begin_call(0)
+        # Capture works on a prefix of one flat buffer per input.
+        buffers = [argument.reshape(-1).clone() for argument in example]
+        for size in reversed(program.sizes):
+            for _ in range(1 + build.segments_launched):
+                outputs = eager(*self._prefixes(buffers, size))
+        (*_, last) = captured.recordings.values()
+        if len(program.sizes) == 1 and not program.is_fixed and program.sizes[0] > 1:
+            # One more forward told which output dimensions follow the size.
+            eager(*self._prefixes(buffers, program.sizes[0] - 1))
+        elif build.segments_launched:
+            _require_same(f"{strategy}, outputs of the capturing pass", outputs, last.outputs)
+        _require_same(f"{strategy}, state after capture", eager.persistent(), world.persistent())
+        self._facts.add("capturing pass compared")
+
+    def _prefixes(self, buffers: Arguments, size: int) -> Arguments:
+        shapes = [torch.Size(dim.at(size) for dim in one.kind.shape) for one in self._program.inputs]
+        return [
+            buffer[: shape.numel()].view(shape) for buffer, shape in zip(buffers, shapes, strict=True)
+        ]
 
     def _dynamic_dims(self) -> dict[str, int] | None:
         """Names the dynamic dimensions, unless capture finds just these by itself."""

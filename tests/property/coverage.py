@@ -94,6 +94,7 @@ FACTS = (
     "breakable compared",
     "breakable refused an outside write",
     "debug compared",
+    "capturing pass compared",
 )
 
 

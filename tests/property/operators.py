@@ -370,6 +370,7 @@ def _write_rows(kinds: Kinds, _: tuple[Literal, ...]) -> Kinds:
     assert index.bound is not None
     _require(index.bound.fits_in(target.shape[0]))
     _require(source.shape == (*index.shape, *target.shape[1:]) and source.dtype == target.dtype)
+    _require(target.roots.isdisjoint(source.roots))
     return ()
 
 
@@ -607,6 +608,7 @@ GROUPS: dict[str, tuple[Operator, ...]] = {
     "matrix": _MATRICES,
     "view": _all("view", _OVERLAPS, _COMPLEX_VIEWS),
     "overlap": _OVERLAPS,
+    "complex": _some("complex"),
     "complex_view": _COMPLEX_VIEWS,
     "write": _all("write", _INDEX_WRITES),
     "index_write": _INDEX_WRITES,
@@ -619,3 +621,4 @@ GROUPS: dict[str, tuple[Operator, ...]] = {
 """Operators by what the generator chooses among first, so that rare kinds come up as often as common ones."""
 
 ROWS_OF = _some("rows_of")
+TAKES = _some("index_select", "index", "gather")

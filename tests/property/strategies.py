@@ -52,7 +52,7 @@ _CAPTURED = (
 )
 _BODY = (
     *("arithmetic", "view", "write", "outside", "index", "view", "static", "buffer", "cast", "write", "call"),
-    *("live", "random", "overlap", "complex_view", "index_write", "matrix"),
+    *("live", "random", "overlap", "complex", "complex_view", "index_write", "matrix", "outside"),
 )
 
 
@@ -86,19 +86,21 @@ class BlockBuilder:
         self._next += count
         return tuple(range(self._next - count, self._next))
 
-    def _draw_step(self, table: tuple[Operator, ...], first: tuple[int, ...] | None = None) -> None:
-        """Draws a step with one of some operators; with ``first``, operand 0 is one of these values."""
+    def _draw_step(
+        self, table: tuple[Operator, ...], focus: tuple[int, ...] = (), *, position: int = 0
+    ) -> None:
+        """Draws a step with one of some operators; with ``focus``, one operand is among these values."""
         scope, draw = self._scope, self._draw
         kinds = {value: scope.read(value) for value in reversed(scope.usable())}
         near = dict(list(kinds.items())[:_NUM_NEAR])
-        pool = near if first is None and draw(st.booleans()) else kinds
+        pool = near if not focus and draw(st.booleans()) else kinds
         fitting: list[tuple[Operator, list[list[int]]]] = []
         for op in table:
             if op.is_body_only and scope.is_captured:
                 continue
             candidates = [[value for value, kind in pool.items() if test(kind)] for test in op.tests]
-            if first is not None and candidates:
-                candidates[0] = [value for value in candidates[0] if value in first]
+            if focus:
+                candidates[position] = [value for value in candidates[position] if value in focus]
             if all(candidates):
                 fitting.append((op, candidates))
         for _ in range(_MAX_TRIES if fitting else 0):
@@ -128,11 +130,22 @@ class BlockBuilder:
             self._call_again(self._draw(st.integers(0, len(marks) - 1)))
         results = tuple(range(before, self._next))
         if is_captured and results and self._draw(st.booleans()):
-            if self._draw(st.booleans()):
-                before = self._next
-                self._draw_step(operators.GROUPS["view"], results)
-                results = tuple(range(before, self._next)) or results
-            self._draw_step(operators.GROUPS["write"], results)
+            self._use_results(results)
+
+    def _use_results(self, results: tuple[int, ...]) -> None:
+        """Draws what is most likely to go wrong: writes, views and indices of a call's results."""
+        scope = self._scope
+        copies = tuple(value for value in results if scope.values[value].copied_at is not None)
+        indices = tuple(value for value in results if scope.values[value].dtype == "i64")
+        if copies and scope.machine.may_raise:
+            self._draw_step(operators.GROUPS["write"], copies)
+        if indices and self._draw(st.booleans()):
+            self._draw_step(operators.TAKES, indices, position=1)
+        elif self._draw(st.booleans()):
+            before = self._next
+            self._draw_step(operators.GROUPS["view"], results)
+            results = tuple(range(before, self._next)) or results
+        self._draw_step(operators.GROUPS["write"], results)
 
     def _call_new_mark(self) -> None:
         draw, scope = self._draw, self._scope
@@ -252,7 +265,7 @@ def _draw_calls(draw: Draw, largest: int, is_fixed: bool, can_be_same: bool) -> 
 def programs(draw: Draw) -> Program:
     """Draws a program, its sizes, its calls and the options of its capture."""
     inputs = _draw_inputs(draw)
-    machine = Machine(may_raise=draw(st.sampled_from((False,) * 9 + (True,))))
+    machine = Machine(may_raise=draw(st.sampled_from((False,) * 6 + (True,))))
     builder = BlockBuilder(draw, Scope(machine, input_kinds(inputs), is_captured=True))
     for _ in range(draw(st.sampled_from((2, 3, 1, 4, 2, 0)))):
         builder.draw_steps((2, 3, 4, 1, 0))

@@ -31,3 +31,19 @@ def test_an_empty_view_of_an_argument_may_be_written(graph_device: GraphDevice) 
 
     x = torch.randn(4, 2, device=graph_device.torch_device)
     assert torch.equal(capture(forward, (x,), device=graph_device)(x), x + 1)
+
+
+def test_copied_outputs_are_copies_also_without_a_graph(graph_device: GraphDevice) -> None:
+    """A call over the largest size returned the function's own state, which the next call overwrote."""
+    state = torch.zeros(4, 2, device=graph_device.torch_device)
+
+    def forward(t: torch.Tensor) -> torch.Tensor:
+        return state[: t.shape[0]].copy_(t)
+
+    x = torch.randn(4, 2, device=graph_device.torch_device)
+    captured = capture(
+        forward, (x[:2],), capture_sizes=[2], static_tensors={"state": state}, device=graph_device
+    )
+    result = captured(x)
+    captured(-x)
+    assert torch.equal(result, x)
