@@ -165,9 +165,7 @@ class _Comparison:
 
     def _prefixes(self, buffers: Arguments, size: int) -> Arguments:
         shapes = [torch.Size(dim.at(size) for dim in one.kind.shape) for one in self._program.inputs]
-        return [
-            buffer[: shape.numel()].view(shape) for buffer, shape in zip(buffers, shapes, strict=True)
-        ]
+        return [buffer[: shape.numel()].view(shape) for buffer, shape in zip(buffers, shapes, strict=True)]
 
     def _dynamic_dims(self) -> dict[str, int] | None:
         """Names the dynamic dimensions, unless capture finds just these by itself."""
