@@ -94,7 +94,7 @@ class OtherPackage:
     @contextlib.contextmanager
     def _attention(self) -> Iterator[None]:
         original = decoder_module.attend
-        decoder_module.attend = self._attend  # type: ignore[assignment]
+        decoder_module.attend = self._attend
         try:
             yield
         finally:

@@ -314,6 +314,7 @@ def place_result(
     argument_storages: frozenset[int],
     statics: StaticTensors,
     device: torch.device,
+    is_launched: bool,
 ) -> PlacedResult:
     """Gives a break's result its boundary memory.
 
@@ -330,6 +331,7 @@ def place_result(
         argument_storages: Addresses of the storages of the call's tensor arguments.
         statics: Registered static tensors.
         device: Device of the capture.
+        is_launched: Whether the next graph will be launched while capturing, and so needs the result.
 
     Raises:
         CaptureError: A leaf is of a kind that captured code cannot use.
@@ -362,7 +364,8 @@ def place_result(
             memory.copy_(_bytes(sources[0], start, memory.numel()))
         elif pool.sets_copy_sources and _is_plain_memory(sources[0]):
             staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
-            staging.copy_(sources[0])
+            if is_launched:
+                staging.copy_(sources[0])
             staged.append(StagedLeaf(leaf_index=indices[0], target=owners[0], source=staging))
         else:
             for source, owner in zip(sources, owners, strict=True):

@@ -141,6 +141,7 @@ class CaptureSession:
                 argument_storages=frozenset(frozen.storages),
                 statics=self.statics,
                 device=self.pool.device.torch_device,
+                is_launched=self.launched,
             )
         watch.check(mark.name, where)
         self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
