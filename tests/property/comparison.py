@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,9 +166,7 @@ class _Comparison:
 
     def _prefixes(self, buffers: Arguments, size: int) -> Arguments:
         shapes = [torch.Size(dim.at(size) for dim in one.kind.shape) for one in self._program.inputs]
-        return [
-            buffer[: shape.numel()].view(shape) for buffer, shape in zip(buffers, shapes, strict=True)
-        ]
+        return [buffer[: shape.numel()].view(shape) for buffer, shape in zip(buffers, shapes, strict=True)]
 
     def _dynamic_dims(self) -> dict[str, int] | None:
         """Names the dynamic dimensions, unless capture finds just these by itself."""
@@ -264,10 +263,11 @@ def _copied(outputs: Any, cut: tuple[int, list[int | None]] | None) -> Any:
     tensors = iter(dims)
     copies = []
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            dim = next(tensors, None)
-            leaf = (leaf if dim is None else leaf.narrow(dim, 0, size)).clone()
-        copies.append(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            copies.append(leaf)
+            continue
+        dim = next(tensors, None)
+        copies.append((leaf if dim is None else leaf.narrow(dim, 0, size)).clone())
     return tree.unflatten(spec, copies)
 
 
@@ -276,6 +276,7 @@ def _churn(device: torch.device) -> None:
     for num_elements in (1, 4, 16, 64, 256, 1024):
         garbage = [torch.full((num_elements,), 123.0, device=device) for _ in range(4)]
         del garbage
+    gc.collect(1)
 
 
 def _require_same(what: str, expected: Any, found: Any) -> None:

@@ -48,11 +48,11 @@ _MAX_TRIES = 3
 _NUM_NEAR = 4
 _CAPTURED = (
     *("arithmetic", "view", "write", "index", "matrix", "view", "index_write", "cast", "write", "random"),
-    *("buffer", "static", "overlap", "complex_view", "break"),
+    *("buffer", "static", "overlap", "complex", "complex_view", "break", "cache"),
 )
 _BODY = (
     *("arithmetic", "view", "write", "outside", "index", "view", "static", "buffer", "cast", "write", "call"),
-    *("live", "random", "overlap", "complex", "complex_view", "index_write", "matrix", "outside"),
+    *("live", "random", "overlap", "complex", "complex_view", "index_write", "matrix", "outside", "cache"),
 )
 
 
@@ -77,6 +77,8 @@ class BlockBuilder:
             category = self._draw(st.sampled_from(categories))
             if category == "break":
                 self.steps.append(Break())
+            elif category == "cache":
+                self._draw_cache_write()
             elif category == "call":
                 self.draw_call()
             else:
@@ -107,16 +109,43 @@ class BlockBuilder:
             op, candidates = draw(st.sampled_from(fitting))
             operands = tuple(draw(st.sampled_from(values)) for values in candidates)
             literals = tuple(draw(st.sampled_from(choices)) for choices in op.choices)
-            try:
-                results = scope.infer(op, operands, literals)
-            except IllegalError:
+            targets = self._append(op, operands, literals)
+            if targets is None:
                 continue
-            step = Step(op=op.name, operands=operands, targets=self._targets(len(results)), literals=literals)
-            scope.apply(step)
-            self.steps.append(step)
-            if op.effect == "held" and draw(st.booleans()):
-                self._draw_step(operators.ROWS_OF, step.targets)
+            following = operators.ROWS_OF if op.effect == "held" else operators.CONJ
+            if (op.effect == "held" or op.name in {"complex", "conj"}) and draw(st.booleans()):
+                self._draw_step(following, targets)
             return
+
+    def _append(
+        self, op: Operator, operands: tuple[int, ...], literals: tuple[int | float, ...] = ()
+    ) -> tuple[int, ...] | None:
+        """Appends a step and returns its targets, or None if it is illegal."""
+        try:
+            results = self._scope.infer(op, operands, literals)
+        except IllegalError:
+            return None
+        targets = self._targets(len(results))
+        step = Step(op=op.name, operands=operands, targets=targets, literals=literals)
+        self._scope.apply(step)
+        self.steps.append(step)
+        return targets
+
+    def _draw_cache_write(self) -> None:
+        """Draws what a KV cache does: rows go where an index says, in order or not."""
+        scope, draw = self._scope, self._draw
+        wide = [value for value in reversed(scope.usable()) if _is_row_of_table(scope.read(value))]
+        if not wide:
+            return
+        rows = draw(st.sampled_from(wide))
+        if draw(st.booleans()):
+            index = self._append(operators.OPERATORS["arange"], (rows,))
+        else:
+            column = self._append(operators.OPERATORS["select_last"], (rows,))
+            index = column and self._append(operators.OPERATORS["sort_rows"], column)
+        cache = self._append(draw(st.sampled_from(operators.CACHES)), ())
+        if index and cache:
+            self._append(draw(st.sampled_from(operators.ROW_WRITES)), (*cache, index[-1], rows))
 
     # Marked calls
 
@@ -220,6 +249,10 @@ class BlockBuilder:
         num_leaves = self._draw(st.sampled_from((2, 3, 4, 5, 1) if scope.is_captured else (1, 2, 3, 1, 0, 2)))
         tree = _draw_tree(self._draw, values, num_leaves)
         return Block(num_params=self._num_params, steps=tuple(self.steps), result=tree)
+
+
+def _is_row_of_table(kind: Kind) -> bool:
+    return kind.dtype == "f32" and kind.shape == (SIZE, const(4))
 
 
 def _draw_tree(draw: Draw, values: list[int], num_leaves: int) -> Tree:
