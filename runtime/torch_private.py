@@ -74,18 +74,29 @@ def begin_allocating_to_pool(device_index: int, pool_id: tuple[int, int]) -> Non
 
 
 def end_allocating_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
-    """Undoes ``begin_allocating_to_pool``; the pool lives on while a graph or a block uses it."""
+    """Undoes ``begin_allocating_to_pool``; the pool lives on while something uses it."""
     torch._C._cuda_endAllocateToPool(device_index, pool_id)
     torch._C._cuda_releasePool(device_index, pool_id)
 
 
+def hold_pool(device_index: int, pool_id: tuple[int, int]) -> None:
+    """Counts one more user of a graph pool.
+
+    A pool whose users fell to zero cannot be used again: the allocator asserts (2.11).
+    """
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device_index, pool_id)
+    torch._C._cuda_endAllocateToPool(device_index, pool_id)
+
+
+def release_pool(device_index: int, pool_id: tuple[int, int]) -> None:
+    """Undoes ``hold_pool``; with the last user gone the memory may go back to the device."""
+    torch._C._cuda_releasePool(device_index, pool_id)
+
+
 def stop_routing_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
-    """Ends the allocation routing that a failed ``capture_end`` left behind; no-op without one."""
-    try:
-        torch._C._cuda_endAllocateToPool(device_index, pool_id)
-    except RuntimeError:
-        # Nothing was routed there any more: what was wanted.
-        return
+    """Ends the allocation routing that a failed ``capture_end`` left behind, and its use of the pool."""
+    torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    torch._C._cuda_releasePool(device_index, pool_id)
 
 
 _SNAPSHOT_KWARGS: dict[str, Any] = (

@@ -21,7 +21,7 @@ from ..records import BuildRecord, PhaseClock, SizeBuild
 from .device import GraphDevice, GraphPool
 from .devices import graph_device_for
 from .recording import Recording
-from .session import CaptureMode, CaptureSession
+from .session import CaptureMode, CaptureSession, refuse_nested_capture
 from .sizes import ShapeKey, padded_size, validate_capture_sizes
 from .static_inputs import StaticInputs, share_bytes
 from .static_outputs import OutputCut
@@ -106,6 +106,7 @@ class CapturedCallable:
         recording, reason = self._find(real, padded, values)
         if recording is None:
             return self._run_eager(reason, args, kwargs)
+        recording.refuse_inside_capture()
         with self.pool.exclusive("replay"):
             self._inputs.copy_in(values, real, padded)
             recording.run()
@@ -354,6 +355,7 @@ def capture(
     Source: the shape of ``torch.cuda.make_graphed_callables``; differs: sizes, breaks, inputs
     written in place are written back.
     """
+    refuse_nested_capture()
     if strategy not in CAPTURE_STRATEGIES:
         raise ConfigError(f"Unknown strategy {strategy!r}. {nearest(strategy, CAPTURE_STRATEGIES)}")
     if outputs not in OUTPUT_MODES:

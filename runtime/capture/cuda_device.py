@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import threading
 import traceback
 import warnings
 import weakref
@@ -31,6 +32,10 @@ from .device import DeviceGraph, GraphDevice, GraphPool, PoolMemory, SettableCop
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
+# PyTorch keeps one capture state per random generator. So captures of different threads must not overlap, nor
+# may PyTorch replay a graph (it looks at the generators) while another thread captures.
+_generators_in_use = threading.RLock()
+
 _logger = logging.getLogger(__name__)
 _EMPTY_GRAPH_WARNING = "The CUDA Graph is empty"
 
@@ -43,6 +48,8 @@ class CudaGraph(DeviceGraph):
         # Nodes can be set as long as the graph that they were captured in is kept.
         self._graph = torch.cuda.CUDAGraph(keep_graph=pool.runtime is not None)
         self._is_empty = False
+        self._is_recording = False
+        self._uses_pool = False
         self._draws_random: bool | None = None
         self._executable = 0
         self.held_sources: list[torch.Tensor] = []
@@ -52,6 +59,7 @@ class CudaGraph(DeviceGraph):
 
     def begin(self) -> None:
         self._graph.capture_begin(torch_private.pool_token(self._pool.handle), self._pool.error_mode)
+        self._is_recording = True
         self._pool.tracker.begin_graph()
 
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
@@ -66,6 +74,9 @@ class CudaGraph(DeviceGraph):
             warnings.simplefilter("always")
             with _driver_out_of_memory():
                 self._graph.capture_end()
+                self._is_recording = False
+                self._pool.num_graphs += 1
+                self._uses_pool = True
                 if self._pool.runtime is not None:
                     self._graph.instantiate()
                     self._executable = self._graph.raw_cuda_graph_exec()
@@ -76,23 +87,25 @@ class CudaGraph(DeviceGraph):
 
     def abort(self) -> None:
         self._pool.tracker.stop()
-        if torch.cuda.is_current_stream_capturing():
+        if self._is_recording:
+            self._is_recording = False
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self._graph.capture_end()
             except RuntimeError as error:
-                _logger.debug("ending an invalid capture: %s", error)
-        self._pool.recover()
+                _logger.debug("ended an invalid capture: %s", error)
+                self._pool.recover()
         self.reset()
 
     def replay(self) -> None:
-        if self._draws_random is None:
-            before = self._pool.random_offsets()
-            self._launch()
-            self._draws_random = self._pool.random_offsets() != before
-        else:
-            self._launch()
+        with _generators_in_use:
+            if self._draws_random is None:
+                before = self._pool.random_offsets()
+                self._launch()
+                self._draws_random = self._pool.random_offsets() != before
+            else:
+                self._launch()
         self.held_sources.clear()
 
     def launcher(self) -> Callable[[], None]:
@@ -119,6 +132,10 @@ class CudaGraph(DeviceGraph):
     def reset(self) -> None:
         self._graph.reset()
         self.held_sources.clear()
+        if self._uses_pool:
+            self._uses_pool = False
+            self._pool.num_graphs -= 1
+            self._pool.release_if_unused()
 
     @property
     def num_ops(self) -> int | None:
@@ -192,6 +209,10 @@ class CudaPool(GraphPool):
     ) -> None:
         super().__init__(device)
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle() if handle is None else handle
+        self._is_own_handle = handle is None
+        self._hold: weakref.finalize[..., CudaPool] | None = None
+        self._is_scope_open = False
+        self.num_graphs = 0
         self.stream = torch.cuda.Stream(device.torch_device) if stream is None else stream
         self.error_mode: CaptureErrorMode = error_mode
         self.generators = generators
@@ -252,8 +273,37 @@ class CudaPool(GraphPool):
                 "A capture inside it is not possible; capture only once, outside or inside."
             )
         self._outside.clear()
-        with self.on_capture_stream(), watch_streams(self.tracker):
-            yield
+        with _generators_in_use:
+            self._hold_memory()
+            self._is_scope_open = True
+            try:
+                with self.on_capture_stream(), watch_streams(self.tracker):
+                    yield
+            finally:
+                self._is_scope_open = False
+                self.release_if_unused()
+
+    def _hold_memory(self) -> None:
+        """Keeps the allocator's pool usable from now on, whatever graphs come and go."""
+        if self._hold is not None:
+            return
+        if self._is_own_handle:
+            self.handle = torch.cuda.graph_pool_handle()
+            self._starts, self._ends = [], []
+        index = self.device.torch_device.index
+        torch_private.hold_pool(index, self.handle)
+        self._hold = weakref.finalize(self, torch_private.release_pool, index, self.handle)
+
+    def release_if_unused(self) -> None:
+        """Lets the memory go once no graph uses it; the next capture begins with a new handle."""
+        if (
+            self.num_graphs == 0
+            and self._hold is not None
+            and self._is_own_handle
+            and not self._is_scope_open
+        ):
+            self._hold()
+            self._hold = None
 
     def new_graph(self) -> CudaGraph:
         return CudaGraph(self)

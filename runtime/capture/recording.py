@@ -82,16 +82,15 @@ class Recording:
             CaptureError: Called while this thread captures, or inside a replay on the same pool.
             ReplayError: The recording was reset.
         """
+        self.refuse_inside_capture()
         with self.pool.exclusive("replay"):
             self.run()
 
     def run(self) -> None:
-        """Replays without taking the pool; the caller holds ``pool.exclusive``."""
-        if active_capture() is not None:
-            raise CaptureError(
-                f"Recording {self.key} was replayed inside a capture. A graph cannot launch graphs while it is "
-                "being recorded; put the call into a function marked @eager_on_graph."
-            )
+        """Replays without taking the pool.
+
+        The caller called ``refuse_inside_capture`` and holds ``pool.exclusive``.
+        """
         if not self._has_run:
             self.check_static_addresses()
         # Bodies run as they did at capture: without autograd, whatever the caller's mode is now.
@@ -104,6 +103,18 @@ class Recording:
             self._has_run = True
             # The first run taught the graphs whether they draw random numbers; others launch faster.
             self._steps = self._bind()
+
+    def refuse_inside_capture(self) -> None:
+        """Call before taking the pool for a replay.
+
+        Raises:
+            CaptureError: This thread is capturing.
+        """
+        if active_capture() is not None:
+            raise CaptureError(
+                f"Recording {self.key} was replayed inside a capture. A graph cannot launch graphs while it is "
+                "being recorded; put the call into a function marked @eager_on_graph."
+            )
 
     def check_static_addresses(self) -> None:
         """Checks that every static tensor is where the graphs read it.

@@ -87,11 +87,7 @@ class CaptureSession:
         self._outputs = outputs
 
     def __enter__(self) -> CaptureSession:
-        if active_capture() is not None:
-            raise CaptureError(
-                "Capture inside capture: this thread is already capturing. Capture the outer function only, "
-                "or put the inner one into a function marked @eager_on_graph."
-            )
+        refuse_nested_capture()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.pool.exclusive("capture"))
             stack.enter_context(_translated(self))
@@ -149,11 +145,15 @@ class CaptureSession:
         watch.check(mark.name, where)
         self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
         # The body's own result is gone now unless someone else holds it: then captured code only has a copy.
-        for path, copy, source in placed.copied:
-            if not source.expired():
-                self._guard_copy(copy, f"{path} of break {mark.name!r} ({where})")
+        only_copies = [
+            (copy, f"{path} of break {mark.name!r} ({where})")
+            for path, copy, source in placed.copied
+            if not source.expired()
+        ]
         self._begin_segment()
         self._record_copies(placed)
+        for copy, origin in only_copies:
+            self._guard_copy(copy, origin)
         return placed.result
 
     def _record_copies(self, placed: PlacedResult) -> None:
@@ -216,6 +216,19 @@ class CaptureSession:
         self._segments = []
         self._outputs = None
         return False
+
+
+def refuse_nested_capture() -> None:
+    """Call before a capture, warm-up included.
+
+    Raises:
+        CaptureError: This thread is capturing already.
+    """
+    if active_capture() is not None:
+        raise CaptureError(
+            "Capture inside capture: this thread is already capturing. Capture the outer function only, "
+            "or put the inner one into a function marked @eager_on_graph."
+        )
 
 
 @contextlib.contextmanager
