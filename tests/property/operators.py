@@ -341,6 +341,7 @@ GROUPS: dict[str, tuple[Operator, ...]] = {
     "matrix": _MATRICES,
     "view": _all("view", _OVERLAPS, _COMPLEX_VIEWS),
     "overlap": _OVERLAPS,
+    "half": _some("to_bf16"),
     "complex": _some("complex"),
     "complex_view": _COMPLEX_VIEWS,
     "write": _all("write", _INDEX_WRITES),

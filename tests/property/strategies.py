@@ -53,6 +53,7 @@ _CAPTURED = (
 _BODY = (
     *("arithmetic", "view", "write", "outside", "index", "view", "static", "buffer", "cast", "write", "call"),
     *("live", "random", "overlap", "complex", "complex_view", "index_write", "matrix", "outside", "cache"),
+    "half",
 )
 
 
@@ -256,7 +257,8 @@ def _is_row_of_table(kind: Kind) -> bool:
 
 
 def _draw_tree(draw: Draw, values: list[int], num_leaves: int) -> Tree:
-    leaves: list[Tree] = [Leaf(draw(st.sampled_from(values))) for _ in range(num_leaves if values else 0)]
+    pool = values[:_NUM_NEAR] if draw(st.booleans()) else values
+    leaves: list[Tree] = [Leaf(draw(st.sampled_from(pool))) for _ in range(num_leaves if values else 0)]
     if not leaves:
         return Constant(draw(st.sampled_from((None, None, *_CONSTANTS))))
     if len(leaves) == 1 and draw(st.booleans()):
