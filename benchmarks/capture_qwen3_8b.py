@@ -20,6 +20,7 @@ import itertools
 import json
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -151,6 +152,12 @@ def settle() -> None:
 def driver_beyond_allocator() -> int:
     free, total = torch.cuda.mem_get_info()
     return (total - free) - torch.cuda.memory_reserved()
+
+
+def host_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def eager_forwards(
@@ -431,15 +438,15 @@ def main() -> int:
         show("build")
 
         settle()
-        before = driver_beyond_allocator()
+        before, host_before = driver_beyond_allocator(), host_bytes()
         breakable = capture(
             forward, (ids, positions), launch_segments=False, capture_sizes=sizes, outputs="view"
         )
         settle()
-        middle = driver_beyond_allocator()
+        middle, host_middle = driver_beyond_allocator(), host_bytes()
         full = capture(forward, (ids, positions), strategy="full", capture_sizes=sizes, outputs="view")
         settle()
-        after = driver_beyond_allocator()
+        after, host_after = driver_beyond_allocator(), host_bytes()
         memory: dict[str, Any] = {}
         for name, captured, driver in (
             ("breakable", breakable, middle - before),
@@ -454,6 +461,7 @@ def main() -> int:
                 "ratio": last.reserved_bytes / first.reserved_bytes,
                 "allocated_after_bytes": captured.pool.memory().allocated_bytes,
                 "driver_bytes": driver,
+                "host_bytes": host,
                 "num_graphs": num_graphs,
                 "driver_bytes_per_graph": driver / num_graphs,
             }

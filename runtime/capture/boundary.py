@@ -129,8 +129,8 @@ class BreakOutputs:
                 continue
             if index in self._copies:
                 # The graph copies whatever happens, and wants dense memory other than its target.
-                is_ready = value.is_contiguous() and value.data_ptr() != plan.address
-                self._copies[index].setter()(value if is_ready else value.clone().contiguous())
+                is_ready = _is_plain_memory(value) and value.data_ptr() != plan.address
+                self._copies[index].setter()(value if is_ready else value.resolve_neg().clone().contiguous())
             elif not _is_in_place(plan, value):
                 plan.target.copy_(value)
 
@@ -158,6 +158,7 @@ class BreakOutputs:
                     and result.dtype is dtype
                     and result.device == device
                     and result.is_contiguous()
+                    and not result.is_neg()
                     and result.data_ptr() != address
                 ):
                     set_source(result)
@@ -240,6 +241,16 @@ class BreakOutputs:
             "The graph after it cannot take this; nothing was copied. "
             "Make the result's structure and shapes depend on the capture size only, or capture again."
         )
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are its bytes, in order: what a plain memory copy can move."""
+    return (
+        bool(tensor.numel())
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.dtype.is_complex  # which may be conjugated lazily
+    )
 
 
 def _is_in_place(plan: LeafPlan, value: torch.Tensor) -> bool:
@@ -349,7 +360,7 @@ def place_result(
         if memory is not None:
             start = min(source.data_ptr() for source in sources)
             memory.copy_(_bytes(sources[0], start, memory.numel()))
-        elif pool.sets_copy_sources and sources[0].is_contiguous() and sources[0].numel():
+        elif pool.sets_copy_sources and _is_plain_memory(sources[0]):
             staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
             staging.copy_(sources[0])
             staged.append(StagedLeaf(leaf_index=indices[0], target=owners[0], source=staging))
