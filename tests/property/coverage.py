@@ -91,6 +91,8 @@ FACTS = (
     "outputs copied",
     "outputs viewed",
     "one pool for all strategies",
+    "boundary copies in graphs",
+    "boundary copies between graphs",
     "inference mode",
     # What was compared
     "full compared",
@@ -167,6 +169,8 @@ def facts_of_options(program: Program) -> set[str]:
         "outputs copied": program.outputs == "copy",
         "outputs viewed": program.outputs == "view",
         "one pool for all strategies": program.shares_pool,
+        "boundary copies in graphs": program.copies_in_graphs,
+        "boundary copies between graphs": not program.copies_in_graphs,
         "inference mode": program.is_inference,
     }
     return {fact for fact, is_true in truths.items() if is_true} | _facts_of_places(program.main)

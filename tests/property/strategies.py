@@ -324,5 +324,6 @@ def programs(draw: Draw) -> Program:
         outputs=outputs,
         launch_segments=draw(st.sampled_from(launch)),
         shares_pool=outputs == "copy" and draw(st.booleans()),
+        copies_in_graphs=draw(st.booleans()),
         is_inference=draw(st.sampled_from((False, False, True))),
     )

@@ -10,6 +10,7 @@ import torch
 from sgl_piecewise import capture, eager_on_graph
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
+from sgl_piecewise.runtime.errors import BreakMismatchError
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +81,24 @@ def test_a_lazily_conjugated_result_is_read_as_such(copying_device: GraphDevice)
     x = torch.randn(4, dtype=torch.complex64, device=copying_device.torch_device)
     captured = capture(forward, (x,), device=copying_device)
     assert torch.allclose(captured(x * 1j), forward(x * 1j))
+
+
+@pytest.mark.parametrize("is_fresh", [False, True], ids=["alias", "one memory"])
+def test_an_alias_that_is_suddenly_lazily_conjugated_raises(
+    graph_device: GraphDevice, is_fresh: bool
+) -> None:
+    """Address and strides are those of capture, but captured code would read other values."""
+
+    def pair(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = t * 2 if is_fresh else t
+        return memory, memory[1:]
+
+    @eager_on_graph(capture_stub=pair)
+    def conjugated(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = pair(t)
+        return first, second.conj()
+
+    x = torch.randn(4, dtype=torch.complex64, device=graph_device.torch_device)
+    captured = capture(lambda t: conjugated(t)[1] + 1, (x,), device=graph_device)
+    with pytest.raises(BreakMismatchError, match=r"result\[1\].*conjugated"):
+        captured(x)

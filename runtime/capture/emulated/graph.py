@@ -41,7 +41,9 @@ class EmulatedCopy(SettableCopy):
         """Copies, and lets go of the source."""
         address = self._first_source if self._source is None else self._source.data_ptr()
         if not address:
-            raise ReplayError("A graph was launched twice for one source of its first copy, which is gone by now.")
+            raise ReplayError(
+                "A graph was launched twice for one source of its first copy, which is gone by now."
+            )
         ctypes.memmove(self._target, address, self._num_bytes)
         self._source = None
 
