@@ -64,6 +64,12 @@ def storage_weak_ref(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def key_of_weak_ref(ref: StorageWeakRef) -> int:
+    """Returns the ``storage_key`` of what a weak reference refers to, alive or not."""
+    key: int = ref.cdata
+    return key
+
+
 def begin_allocating_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
     """Routes this thread's CUDA allocations to a graph pool until ``end_allocating_to_pool``.
 

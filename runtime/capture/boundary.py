@@ -42,6 +42,7 @@ class LeafPlan:
         stride: Strides of what captured code reads.
         dtype: Element type at capture.
         device: Device at capture.
+        lazy_bits: Whether captured code reads it lazily conjugated, and lazily negated.
         value: The baked value of a leaf that is not a device tensor.
     """
 
@@ -52,6 +53,7 @@ class LeafPlan:
     stride: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    lazy_bits: tuple[bool, bool] = (False, False)
     value: Any = None
 
 
@@ -208,11 +210,11 @@ class BreakOutputs:
         ):
             if captured != now:
                 raise self._mismatch(f"{plan.path}: captured {label} {captured}, now {now}")
-        if plan.target is None and (value.data_ptr() != plan.address or value.stride() != plan.stride):
+        if plan.target is None and not _is_in_place(plan, value):
             raise self._mismatch(
                 f"{plan.path}: was a view of an argument or a static tensor at 0x{plan.address:x} with strides "
-                f"{plan.stride}, now at 0x{value.data_ptr():x} with strides {value.stride()}. "
-                "Captured code reads the old address; return a fresh tensor instead"
+                f"{plan.stride}, now at 0x{value.data_ptr():x} with strides {value.stride()}"
+                f"{_lazy_change(plan, value)}. Captured code reads the old address; return a fresh tensor instead"
             )
 
     def _shared_source(self, memory: SharedMemory, values: list[Any]) -> torch.Tensor:
@@ -227,11 +229,12 @@ class BreakOutputs:
                 value.untyped_storage().data_ptr() != storage.data_ptr()
                 or value.data_ptr() - origin != offset
                 or value.stride() != plan.stride
+                or _lazy_bits(value) != plan.lazy_bits
             ):
                 names = ", ".join(self.leaves[i].path for i, _ in memory.members)
                 raise self._mismatch(
                     f"{names} were views of one memory at capture, and {plan.path} no longer lies in it the "
-                    f"same way (captured strides {plan.stride}, now {value.stride()})"
+                    f"same way (captured strides {plan.stride}, now {value.stride()}{_lazy_change(plan, value)})"
                 )
         return _bytes(first, origin, memory.target.numel())
 
@@ -254,7 +257,22 @@ def _is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_place(plan: LeafPlan, value: torch.Tensor) -> bool:
-    return value.data_ptr() == plan.address and value.stride() == plan.stride
+    return (
+        value.data_ptr() == plan.address
+        and value.stride() == plan.stride
+        and _lazy_bits(value) == plan.lazy_bits
+    )
+
+
+def _lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def _lazy_change(plan: LeafPlan, value: torch.Tensor) -> str:
+    """Says for an error how the reading of a tensor's bytes changed, if it did."""
+    if _lazy_bits(value) == plan.lazy_bits:
+        return ""
+    return f"; captured lazily (conjugated, negated) {plan.lazy_bits}, now {_lazy_bits(value)}"
 
 
 def _same_baked(captured: Any, now: Any) -> bool:
@@ -395,6 +413,7 @@ def _tensor_plan(path: str, tensor: torch.Tensor, target: torch.Tensor | None) -
         stride=tensor.stride(),
         dtype=tensor.dtype,
         device=tensor.device,
+        lazy_bits=_lazy_bits(tensor),
     )
 
 

@@ -81,9 +81,13 @@ class CaptureSession:
 
         Raises:
             CaptureError: A tensor among them records autograd history.
+            OutsideWriteError: One is a copy whose original was written since it was made.
         """
         if torch.is_grad_enabled():
             _refuse_grad(outputs, "an output of the captured function")
+        if self._guard is not None:
+            for leaf in tree.flatten(outputs)[0]:
+                self._guard.check_read("The result of the captured function", leaf)
         self._outputs = outputs
 
     def __enter__(self) -> CaptureSession:
@@ -147,14 +151,14 @@ class CaptureSession:
         self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
         # The body's own result is gone now unless someone else holds it: then captured code only has a copy.
         only_copies = [
-            (copy, f"{path} of break {mark.name!r} ({where})")
+            (copy, f"{path} of break {mark.name!r} ({where})", source)
             for path, copy, source in placed.copied
             if not source.expired()
         ]
         self._begin_segment()
         self._record_copies(placed)
-        for copy, origin in only_copies:
-            self._guard_copy(copy, origin)
+        for copy, origin, source in only_copies:
+            self._guard_copy(copy, origin, source)
         return placed.result
 
     def _record_copies(self, placed: PlacedResult) -> None:
@@ -195,11 +199,11 @@ class CaptureSession:
         if self.launched and graph.num_ops != 0:
             graph.replay()
 
-    def _guard_copy(self, copy: torch.Tensor, origin: str) -> None:
+    def _guard_copy(self, copy: torch.Tensor, origin: str, original: Any) -> None:
         if self._guard is None:
             self._guard = OutsideWriteGuard()
             self._stack.enter_context(self._guard)
-        self._guard.add(copy, origin)
+        self._guard.add(copy, origin, original)
 
     def _drop_if_failed(
         self,

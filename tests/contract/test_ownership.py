@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -263,6 +264,46 @@ def test_write_into_a_copy_of_outside_memory_raises(graph_device: GraphDevice, h
     forward = _double_buffered(graph_device, WRITES[how])
     with pytest.raises(OutsideWriteError, match=r"result\['state'\].*flip.*break 0"):
         capture(forward, (ramp(graph_device, 4),), device=graph_device)
+
+
+def _cached(device: GraphDevice, late: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A forward with two marks, of which the second writes the memory that the first returned."""
+    cache = torch.zeros(4, device=device.torch_device)
+
+    @eager_on_graph
+    def look_up(t: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"part": cache[1:3]}
+
+    @eager_on_graph
+    def update(t: torch.Tensor, *found: torch.Tensor) -> torch.Tensor:
+        cache.add_(1)
+        return t + found[0].sum() if found else t * 1
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        part = look_up(x)["part"]
+        early = x + part.sum()
+        if late == "mark":
+            return update(early, part)
+        y = update(early)
+        return {"not at all": lambda: y, "captured code": lambda: y + part.sum(), "output": lambda: part}[
+            late
+        ]()
+
+    return forward
+
+
+@pytest.mark.parametrize("late", ["captured code", "mark", "output"])
+def test_read_of_a_copy_whose_original_was_written_raises(graph_device: GraphDevice, late: str) -> None:
+    """Eager code would see the write; captured code would go on with the copy, in silence."""
+    with pytest.raises(OutsideWriteError, match=r"result\['part'\].*look_up.*break 0.*add_"):
+        capture(_cached(graph_device, late), (ramp(graph_device, 4),), device=graph_device)
+
+
+def test_copy_that_nobody_reads_after_its_original_was_written_is_fine(graph_device: GraphDevice) -> None:
+    x = ramp(graph_device, 4)
+    captured = capture(_cached(graph_device, "not at all"), (x,), device=graph_device)
+    first, second = captured(x), captured(x)
+    assert_equal(second, first + 2)
 
 
 def test_reading_a_copy_of_outside_memory_is_fine(graph_device: GraphDevice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from sgl_piecewise import capture
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.captured import SIZE_OVER_LARGEST, CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError, OutsideWriteError
 from sgl_piecewise.runtime.mark import active_capture
 
@@ -53,6 +55,8 @@ def check_program(program: Program, device: GraphDevice, coverage: Coverage) -> 
 class _Comparison:
     def __init__(self, program: Program, device: GraphDevice, coverage: Coverage) -> None:
         self._program = program
+        if device.is_emulated:
+            device = EmulatedDevice(sets_copy_sources=program.copies_in_graphs)
         self._device = device
         self._torch_device = device.torch_device
         self._coverage = coverage
@@ -262,10 +266,11 @@ def _copied(outputs: Any, cut: tuple[int, list[int | None]] | None) -> Any:
     tensors = iter(dims)
     copies = []
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            dim = next(tensors, None)
-            leaf = (leaf if dim is None else leaf.narrow(dim, 0, size)).clone()
-        copies.append(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            copies.append(leaf)
+            continue
+        dim = next(tensors, None)
+        copies.append((leaf if dim is None else leaf.narrow(dim, 0, size)).clone())
     return tree.unflatten(spec, copies)
 
 
@@ -274,6 +279,7 @@ def _churn(device: torch.device) -> None:
     for num_elements in (1, 4, 16, 64, 256, 1024):
         garbage = [torch.full((num_elements,), 123.0, device=device) for _ in range(4)]
         del garbage
+    gc.collect(1)
 
 
 def _require_same(what: str, expected: Any, found: Any) -> None:

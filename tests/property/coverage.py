@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable
 
 from .inference import Scope
@@ -39,6 +40,8 @@ FACTS = (
     "boolean result",
     "bfloat16 result",
     "complex result",
+    "lazily conjugated or negated result",
+    "lazily conjugated or negated argument",
     "empty result at some size",
     # What marked functions do
     "mark writes through an argument",
@@ -63,6 +66,7 @@ FACTS = (
     "segment writes a module's buffer",
     "segment writes a static tensor",
     "segment writes an input",
+    "segment writes rows of a static tensor or buffer by index",
     "segment writes an index that it then reads",
     "random numbers in a segment",
     "random numbers in a mark",
@@ -87,6 +91,8 @@ FACTS = (
     "outputs copied",
     "outputs viewed",
     "one pool for all strategies",
+    "boundary copies in graphs",
+    "boundary copies between graphs",
     "inference mode",
     # What was compared
     "full compared",
@@ -163,6 +169,8 @@ def facts_of_options(program: Program) -> set[str]:
         "outputs copied": program.outputs == "copy",
         "outputs viewed": program.outputs == "view",
         "one pool for all strategies": program.shares_pool,
+        "boundary copies in graphs": program.copies_in_graphs,
+        "boundary copies between graphs": not program.copies_in_graphs,
         "inference mode": program.is_inference,
     }
     return {fact for fact, is_true in truths.items() if is_true} | _facts_of_places(program.main)
@@ -177,7 +185,7 @@ def _facts_of_places(main: Block) -> set[str]:
         "no mark at all": not marks,
         "mark first": bool(marks) and is_mark[0],
         "mark last": bool(marks) and is_mark[-1],
-        "marks back to back": any(one and other for one, other in zip(is_mark, is_mark[1:], strict=False)),
+        "marks back to back": any(one and other for one, other in itertools.pairwise(is_mark)),
         "mark called twice": len(marks) > len(set(marks)),
         "break_graph": any(isinstance(step, Break) for step in steps),
     }
@@ -289,6 +297,9 @@ class FactFinder:
             self._late_writes |= target.roots
         if target.dtype == "i64":
             self._index_writes |= target.roots
+        is_persistent = any(root.startswith(("buffer", "static")) for root in target.roots)
+        if is_persistent and step.op in {"index_copy_", "index_put_", "index_add_"}:
+            self.facts.add("segment writes rows of a static tensor or buffer by index")
         for root in target.roots:
             fact = _TARGETS.get(root.partition(":")[0])
             if fact is not None:
@@ -319,6 +330,8 @@ class FactFinder:
     ) -> None:
         if not scope.is_captured:
             return
+        if any(kind.is_conj for kind in params):
+            self.facts.add("lazily conjugated or negated argument")
         param_roots = frozenset().union(*(kind.roots for kind in params))
         if param_roots & self._mark_writes:
             self.facts.add("mark writes through an argument")
@@ -344,6 +357,8 @@ class FactFinder:
                 memories.add(kind.roots)
 
     def _note_result(self, kind: Kind) -> None:
+        if kind.is_conj:
+            self.facts.add("lazily conjugated or negated result")
         if kind.overlaps:
             self.facts.add("result is expanded or overlaps itself")
         if kind.dtype in _DTYPES:

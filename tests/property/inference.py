@@ -153,12 +153,13 @@ class Scope:
         if op.effect == "write":
             self._note_write(kinds[0])
         for target, kind in zip(step.targets, results, strict=True):
-            if not kind.roots:
-                machine.num_roots += 1
-                kind = dataclasses.replace(kind, roots=frozenset({f"fresh:{machine.num_roots}"}))
-            self.values[target] = kind
+            self.values[target] = kind if kind.roots else self._in_new_memory(kind)
         if machine.observer is not None:
             machine.observer.on_step(self, step, op, kinds)
+
+    def _in_new_memory(self, kind: Kind) -> Kind:
+        self.machine.num_roots += 1
+        return dataclasses.replace(kind, roots=frozenset({f"fresh:{self.machine.num_roots}"}))
 
     def _note_write(self, target: Kind) -> None:
         machine = self.machine
@@ -191,9 +192,9 @@ class Scope:
             machine.is_live = True
             machine.kept |= kept
         for target, kind in zip(call.targets, results, strict=True):
-            if self.is_captured and kind.copied_at is None and machine.is_outside(kind):
-                kind = dataclasses.replace(kind, copied_at=machine.clock)
-            self.values[target] = kind
+            is_copy = self.is_captured and machine.is_outside(kind)
+            copied_at = machine.clock if is_copy and kind.copied_at is None else kind.copied_at
+            self.values[target] = dataclasses.replace(kind, copied_at=copied_at)
         if machine.observer is not None:
             machine.observer.on_return(self, mark, call, params, results)
 

@@ -104,6 +104,7 @@ class Kind:
         overlaps: Two indices may name one element, so it cannot be written in place.
         roots: Memory that it may lie in; empty in a rule's answer for memory of its own.
         is_exact: Surely lies in ``roots``; ``reshape`` and the like leave it open.
+        is_conj: Lazily conjugated (c64), or lazily negated (f32, the imaginary part of such).
         copied_at: Captured code holds a copy of outside memory, made at this time; None for any other value.
     """
 
@@ -114,6 +115,7 @@ class Kind:
     overlaps: bool = False
     roots: frozenset[str] = frozenset()
     is_exact: bool = True
+    is_conj: bool = False
     copied_at: int | None = None
 
     def view(self, *shape: Dim, **changes: object) -> Kind:

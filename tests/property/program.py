@@ -190,6 +190,7 @@ class Program:
         outputs: ``copy`` or ``view``.
         launch_segments: For ``capture``.
         shares_pool: All strategies capture into one pool.
+        copies_in_graphs: On the emulated device, boundary copies are part of the graphs.
         is_inference: Under ``inference_mode``, else ``no_grad``.
     """
 
@@ -202,6 +203,7 @@ class Program:
     outputs: Literal["copy", "view"] = "copy"
     launch_segments: bool | None = None
     shares_pool: bool = False
+    copies_in_graphs: bool = False
     is_inference: bool = False
 
     def source(self) -> str:

@@ -48,11 +48,12 @@ _MAX_TRIES = 3
 _NUM_NEAR = 4
 _CAPTURED = (
     *("arithmetic", "view", "write", "index", "matrix", "view", "index_write", "cast", "write", "random"),
-    *("buffer", "static", "overlap", "complex_view", "break"),
+    *("buffer", "static", "overlap", "complex", "complex_view", "break", "cache"),
 )
 _BODY = (
     *("arithmetic", "view", "write", "outside", "index", "view", "static", "buffer", "cast", "write", "call"),
-    *("live", "random", "overlap", "complex", "complex_view", "index_write", "matrix", "outside"),
+    *("live", "random", "overlap", "complex", "complex_view", "index_write", "matrix", "outside", "cache"),
+    "half",
 )
 
 
@@ -77,6 +78,8 @@ class BlockBuilder:
             category = self._draw(st.sampled_from(categories))
             if category == "break":
                 self.steps.append(Break())
+            elif category == "cache":
+                self._draw_cache_write()
             elif category == "call":
                 self.draw_call()
             else:
@@ -107,16 +110,43 @@ class BlockBuilder:
             op, candidates = draw(st.sampled_from(fitting))
             operands = tuple(draw(st.sampled_from(values)) for values in candidates)
             literals = tuple(draw(st.sampled_from(choices)) for choices in op.choices)
-            try:
-                results = scope.infer(op, operands, literals)
-            except IllegalError:
+            targets = self._append(op, operands, literals)
+            if targets is None:
                 continue
-            step = Step(op=op.name, operands=operands, targets=self._targets(len(results)), literals=literals)
-            scope.apply(step)
-            self.steps.append(step)
-            if op.effect == "held" and draw(st.booleans()):
-                self._draw_step(operators.ROWS_OF, step.targets)
+            following = operators.ROWS_OF if op.effect == "held" else operators.CONJ
+            if (op.effect == "held" or op.name in {"complex", "conj"}) and draw(st.booleans()):
+                self._draw_step(following, targets)
             return
+
+    def _append(
+        self, op: Operator, operands: tuple[int, ...], literals: tuple[int | float, ...] = ()
+    ) -> tuple[int, ...] | None:
+        """Appends a step and returns its targets, or None if it is illegal."""
+        try:
+            results = self._scope.infer(op, operands, literals)
+        except IllegalError:
+            return None
+        targets = self._targets(len(results))
+        step = Step(op=op.name, operands=operands, targets=targets, literals=literals)
+        self._scope.apply(step)
+        self.steps.append(step)
+        return targets
+
+    def _draw_cache_write(self) -> None:
+        """Draws what a KV cache does: rows go where an index says, in order or not."""
+        scope, draw = self._scope, self._draw
+        wide = [value for value in reversed(scope.usable()) if _is_row_of_table(scope.read(value))]
+        if not wide:
+            return
+        rows = draw(st.sampled_from(wide))
+        if draw(st.booleans()):
+            index = self._append(operators.OPERATORS["arange"], (rows,))
+        else:
+            column = self._append(operators.OPERATORS["select_last"], (rows,))
+            index = column and self._append(operators.OPERATORS["sort_rows"], column)
+        cache = self._append(draw(st.sampled_from(operators.CACHES)), ())
+        if index and cache:
+            self._append(draw(st.sampled_from(operators.ROW_WRITES)), (*cache, index[-1], rows))
 
     # Marked calls
 
@@ -222,8 +252,13 @@ class BlockBuilder:
         return Block(num_params=self._num_params, steps=tuple(self.steps), result=tree)
 
 
+def _is_row_of_table(kind: Kind) -> bool:
+    return kind.dtype == "f32" and kind.shape == (SIZE, const(4))
+
+
 def _draw_tree(draw: Draw, values: list[int], num_leaves: int) -> Tree:
-    leaves: list[Tree] = [Leaf(draw(st.sampled_from(values))) for _ in range(num_leaves if values else 0)]
+    pool = values[:_NUM_NEAR] if draw(st.booleans()) else values
+    leaves: list[Tree] = [Leaf(draw(st.sampled_from(pool))) for _ in range(num_leaves if values else 0)]
     if not leaves:
         return Constant(draw(st.sampled_from((None, None, *_CONSTANTS))))
     if len(leaves) == 1 and draw(st.booleans()):
@@ -289,5 +324,6 @@ def programs(draw: Draw) -> Program:
         outputs=outputs,
         launch_segments=draw(st.sampled_from(launch)),
         shares_pool=outputs == "copy" and draw(st.booleans()),
+        copies_in_graphs=draw(st.booleans()),
         is_inference=draw(st.sampled_from((False, False, True))),
     )

@@ -33,9 +33,14 @@ class EmulatedPool(GraphPool):
     def __init__(self, device: EmulatedDevice) -> None:
         super().__init__(device)
         self.arena = Arena(device.reserve)
+        self._sets_copy_sources = device.sets_copy_sources
         self._recorder: Recorder | None = None
         self._thread: int | None = None
         self._stream_names = StreamNames()
+
+    @property
+    def sets_copy_sources(self) -> bool:
+        return self._sets_copy_sources
 
     def order_after_last_use(self) -> None:
         # The CPU has finished a replay when it returns.
@@ -112,12 +117,14 @@ class EmulatedDevice(GraphDevice):
 
     Args:
         limit_bytes: What all its pools together may reserve; None for no limit.
+        sets_copy_sources: Boundary copies are part of the graphs, as on CUDA where its runtime is found.
     """
 
     is_emulated = True
 
-    def __init__(self, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, sets_copy_sources: bool = False) -> None:
         self.torch_device = torch.device("cpu")
+        self.sets_copy_sources = sets_copy_sources
         self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[EmulatedPool] = weakref.WeakSet()
 

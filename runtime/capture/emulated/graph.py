@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ... import torch_private
 from ...errors import CaptureError, ReplayError
-from ..device import DeviceGraph
+from ..device import DeviceGraph, SettableCopy
 from .recording import Operation
 from .refusals import REFUSALS
 from .rules import user_line
+from .streams import CAPTURE_STREAM
 
 if TYPE_CHECKING:
     from .device import EmulatedPool
+
+
+class EmulatedCopy(SettableCopy):
+    """A copy of bytes, as a memcpy node is: of lazy conjugation and strides it knows nothing."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # Both lie in the arena, which the graph keeps mapped.
+        self._target = target.data_ptr()
+        self._num_bytes = target.nbytes
+        self._first_source = source.data_ptr()
+        self._source: torch.Tensor | None = None
+
+    def setter(self) -> Callable[[torch.Tensor], None]:
+        return self._set_source
+
+    def _set_source(self, source: torch.Tensor) -> None:
+        self._first_source = 0
+        self._source = source
+
+    def run(self) -> None:
+        """Copies, and lets go of the source."""
+        address = self._first_source if self._source is None else self._source.data_ptr()
+        if not address:
+            raise ReplayError(
+                "A graph was launched twice for one source of its first copy, which is gone by now."
+            )
+        ctypes.memmove(self._target, address, self._num_bytes)
+        self._source = None
 
 
 class EmulatedGraph(DeviceGraph):
@@ -35,6 +66,14 @@ class EmulatedGraph(DeviceGraph):
             raise CaptureError("begin() while another graph of this pool is being recorded; end it first.")
         recorder.begin()
         self._is_recording = True
+
+    def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
+        recording = self._pool.open_recorder().recording
+        if recording is None:
+            raise CaptureError("record_copy() of a graph that is not being recorded.")
+        copy = EmulatedCopy(target, source)
+        recording.add("boundary_copy", copy.run, CAPTURE_STREAM)
+        return copy
 
     def end(self) -> None:
         recorder = self._pool.open_recorder()
