@@ -36,7 +36,8 @@ from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime import torch_private
 from sgl_piecewise.runtime.attention.base import AttentionSpec
 from sgl_piecewise.runtime.attention.causal import CausalAttention
-from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.capture.segments import EagerSegment, GraphSegment
 from sgl_piecewise.runtime.capture.sizes import ShapeKey, default_capture_sizes, padded_size
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
