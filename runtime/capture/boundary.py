@@ -1,11 +1,13 @@
 """Boundary buffers at replay: how a break's fresh results get where captured code reads them.
 
-Ownership (design 5.4). The captured code gets tensors that own their boundary memory, so the
-memory lives exactly as long as captured code holds it and is reused afterwards, in this size and
-in smaller ones. `BreakOutputs` keeps non-owning aliases only. Those stay valid because the
-recording's graphs hold the pool, and the pool never gives its memory back to the device before.
+Ownership (``docs/capture-semantics.md``, point 4). The captured code gets tensors that own their
+boundary memory, so the memory lives exactly as long as captured code holds it and is reused
+afterwards, in this size and in smaller ones. `BreakOutputs` keeps non-owning aliases only. Those
+stay valid because the recording's graphs hold the pool, and the pool never gives its memory back to
+the device before.
 
-How the buffers come to be is in `placement`. This module must not know of sessions or devices.
+How the buffers come to be is in `placement`. This module must not know of sessions, or of a device
+beyond a copy whose source can be set.
 """
 
 from __future__ import annotations

@@ -216,10 +216,12 @@ class CudaDevice(GraphDevice):
     Args:
         device: ``cuda`` or ``cuda:N``; the current device if no index is given.
         sets_copy_sources: Whether boundary copies are nodes of the graphs, whose source replay sets. That
-            costs the host a third less per break than a copy between graphs, and the device a little more
-            (docs/decisions): for forwards that the host cannot keep fed.
+            costs the host less per break than a copy between graphs, and device time and host memory
+            more (``docs/decisions/0007-copies-between-graphs.md``): for forwards that the host cannot
+            keep fed.
 
     Raises:
+        ConfigError: ``device`` is not a CUDA device.
         DeviceUnavailableError: PyTorch sees no CUDA device, or not this one.
     """
 
@@ -228,7 +230,9 @@ class CudaDevice(GraphDevice):
     def __init__(self, device: torch.device | str = "cuda", *, sets_copy_sources: bool = False) -> None:
         asked = torch.device(device)
         if asked.type != "cuda":
-            raise ConfigError(f"CudaDevice needs a cuda device, got {asked}.")
+            raise ConfigError(
+                f"CudaDevice needs a cuda device, got {asked}; graph_device_for({str(asked)!r}) finds what serves it."
+            )
         if not torch.cuda.is_available():
             raise DeviceUnavailableError(
                 f"{asked} was asked for, but PyTorch {torch.__version__} sees no CUDA device on this machine. "
@@ -237,7 +241,8 @@ class CudaDevice(GraphDevice):
         index = torch.cuda.current_device() if asked.index is None else asked.index
         if index >= torch.cuda.device_count():
             raise DeviceUnavailableError(
-                f"cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices."
+                f"cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices; "
+                "they count from cuda:0 (and CUDA_VISIBLE_DEVICES may hide some)."
             )
         self.torch_device = torch.device("cuda", index)
         self.sets_copy_sources = sets_copy_sources

@@ -1,8 +1,8 @@
 """Boundary buffers at capture: the memory that a break's results get.
 
 The one invariant is that captured code sees what eager code would: values, strides, alignment and
-which results share memory. This module must not know of sessions, or of a device beyond a pool's
-``allocate``.
+which results share memory. This module must not know of sessions, or of a device beyond what a
+pool allocates and whether its graphs can copy for themselves.
 """
 
 from __future__ import annotations
