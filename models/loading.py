@@ -17,7 +17,7 @@ from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, DeviceUna
 from .config import DecoderConfig
 from .decoder import Decoder
 from .default_model import DEFAULT_MODEL, default_gguf_path
-from .shapes import SHAPES
+from .shapes import SHAPES, named_shape
 from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
 from .weights.gguf import load_gguf, open_gguf
 from .weights.huggingface import load_huggingface
@@ -102,7 +102,9 @@ def load_model(
 def _random(
     name: str, *, device: torch.device, dtype: torch.dtype, seed: int, num_layers: int | None
 ) -> LoadedModel:
-    config = SHAPES[name] if num_layers is None else SHAPES[name].with_num_layers(num_layers)
+    config = named_shape(name)
+    if num_layers is not None:
+        config = config.with_num_layers(num_layers)
     model = random_decoder(config, device=device, dtype=dtype, seed=seed)
     return _loaded(model, None, f"{name} shape with random weights (seed {seed})")
 

@@ -15,6 +15,7 @@ import torch
 
 from .. import torch_private, tree
 from ..errors import CaptureError
+from .autograd import refuse_history
 from .boundary import BreakOutputs, LeafPlan, SharedMemory, bytes_of, is_plain_memory, lazy_bits
 from .device import GraphPool
 from .statics import StaticTensors
@@ -176,11 +177,7 @@ def _refuse_unusable(leaf: torch.Tensor, path: str, mark_name: str, where: str) 
             f"Break {mark_name!r} ({where}) returned a {leaf.layout} tensor at {path}; only strided tensors "
             "have one address. Convert it inside the marked function."
         )
-    if leaf.requires_grad and torch.is_grad_enabled():
-        raise CaptureError(
-            f"Break {mark_name!r} ({where}) returned a tensor that requires grad at {path}. Graphs hold "
-            "no autograd history; capture under torch.inference_mode() or torch.no_grad()."
-        )
+    refuse_history(leaf, f"{path} of break {mark_name!r} ({where})")
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -44,16 +44,18 @@ class InputLeaf:
 
 
 class ArgumentBinder:
-    """Maps a call's arguments to a canonical nested value with readable paths."""
+    """Maps a call's arguments to a canonical nested value with readable paths.
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    Args:
+        fn: The function; one without a signature (some builtins) has its arguments taken as they come.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
         target = fn.forward if isinstance(fn, torch.nn.Module) else fn
         try:
             self._signature: inspect.Signature | None = inspect.signature(target)
         except (TypeError, ValueError):
             self._signature = None
-        self.num_args = len(args)
-        self.kwarg_names = tuple(kwargs)
 
     def canonical(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -115,7 +117,7 @@ class StaticInputs:
         dynamic_dims: Mapping[str, int] | None,
         pad_values: Mapping[str, int | float | bool] | None,
     ) -> None:
-        self._binder = ArgumentBinder(fn, args, kwargs)
+        self._binder = ArgumentBinder(fn)
         self._device = device
         self._max_size = sizes[-1] if sizes else None
         args, kwargs = self._binder.canonical(args, kwargs)
