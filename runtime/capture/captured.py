@@ -19,10 +19,11 @@ from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
 from .autograd import refuse_history
 from .device import GraphPool
+from .extents import share_bytes
 from .recording import Recording
 from .session import CaptureMode, CaptureSession
 from .sizes import ShapeKey, padded_size
-from .static_inputs import StaticInputs, share_bytes
+from .static_inputs import StaticInputs
 from .static_outputs import OutputCut
 from .statics import StaticTensors
 

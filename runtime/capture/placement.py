@@ -16,8 +16,9 @@ import torch
 from .. import torch_private, tree
 from ..errors import CaptureError
 from .autograd import refuse_history
-from .boundary import BreakOutputs, LeafPlan, SharedMemory, bytes_of, is_plain_memory, lazy_bits
+from .boundary import BreakOutputs, LeafPlan, SharedMemory
 from .device import GraphPool
+from .extents import bytes_of, is_plain_memory, lazy_bits, overlaps_itself, span_bytes
 from .statics import StaticTensors
 
 # A boundary keeps the address of its source modulo this, since kernels choose code by alignment
@@ -180,20 +181,6 @@ def _refuse_unusable(leaf: torch.Tensor, path: str, mark_name: str, where: str) 
     refuse_history(leaf, f"{path} of break {mark_name!r} ({where})")
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two indices of the tensor may name one element (expanded or overlapping strides)."""
-    if tensor.is_contiguous():
-        return False
-    expected = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride <= expected:
-            return True
-        expected += (size - 1) * stride
-    return False
-
-
 def _allocate_boundary(
     sources: list[torch.Tensor], pool: GraphPool
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -205,19 +192,12 @@ def _allocate_boundary(
     if not sources[0].numel():
         return [torch.empty_like(source) for source in sources], None
     start = min(source.data_ptr() for source in sources)
-    span = max(source.data_ptr() + _span_bytes(source) for source in sources) - start
+    span = max(source.data_ptr() + span_bytes(source) for source in sources) - start
     lead = start % _ALIGNMENT_KEPT_BYTES
     memory = pool.allocate(lead + span)
     owners = [_view(memory, source, lead + source.data_ptr() - start) for source in sources]
-    is_plain = len(sources) == 1 and not _overlaps_itself(sources[0])
+    is_plain = len(sources) == 1 and not overlaps_itself(sources[0])
     return owners, None if is_plain else memory[lead:]
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.numel() * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def _view(memory: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:

@@ -310,19 +310,6 @@ def _check_pad_value(path: str, pad_value: int | float | bool, dtype: torch.dtyp
         raise ConfigError(f"pad_values[{path!r}] is {pad_value!r}, which {dtype} cannot hold.")
 
 
-def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tells whether the byte ranges that two tensors span overlap."""
-    (start, end), (other_start, other_end) = _byte_range(one), _byte_range(other)
-    return start < other_end and other_start < end
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:
     """Fills the padded part of an input."""
     tail.fill_(pad_value)
