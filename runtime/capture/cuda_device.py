@@ -255,11 +255,22 @@ class CudaDevice(GraphDevice):
     def new_pool(self) -> CudaPool:
         return CudaPool(self)
 
-    def pool_for(self, handle: tuple[int, int], stream: torch.cuda.Stream | None = None) -> CudaPool:
-        """Returns the pool of a handle from ``torch.cuda.graph_pool_handle()``, the same each time."""
+    def pool_for(
+        self,
+        handle: tuple[int, int],
+        stream: torch.cuda.Stream | None = None,
+        error_mode: CaptureErrorMode = "thread_local",
+    ) -> CudaPool:
+        """Returns the pool of a handle from ``torch.cuda.graph_pool_handle()``, the same each time.
+
+        Args:
+            handle: The handle.
+            stream: Capture stream of a pool that is made now; an older one keeps its own.
+            error_mode: As of `CudaPool`, likewise.
+        """
         pool = self._pools.get(handle)
         if pool is None:
-            pool = CudaPool(self, handle=handle, stream=stream)
+            pool = CudaPool(self, handle=handle, stream=stream, error_mode=error_mode)
             self._pools[handle] = pool
         return pool
 
