@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ from . import cuda_runtime
 from .cuda_graph import CudaGraph, generators_in_use
 from .cuda_streams import StreamTracker, watch_streams
 from .device import GraphDevice, GraphPool, PoolMemory
+from .user_code import raising_user_line
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
@@ -288,7 +288,7 @@ class CudaDevice(GraphDevice):
         if "captur" not in lowered:
             return None
         return CaptureForbiddenError(
-            f"Captured code did what CUDA cannot record{_user_line(error)}: {text.splitlines()[0]}. Usual causes are a "
+            f"Captured code did what CUDA cannot record at {raising_user_line(error)}: {text.splitlines()[0]}. Usual causes are a "
             "host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable host memory. Put the "
             "call into a function marked @eager_on_graph, or do it before the forward."
         )
@@ -305,11 +305,3 @@ class CudaDevice(GraphDevice):
 
     def allocator_reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device)
-
-
-def _user_line(error: BaseException) -> str:
-    """Names the innermost source line that is neither PyTorch's nor this library's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/torch/" not in frame.filename and "/runtime/capture/" not in frame.filename:
-            return f" at {frame.filename}:{frame.lineno} ({frame.line})"
-    return ""

@@ -201,7 +201,8 @@ class StaticInputs:
         dim = dynamic_dims[path]
         if not -value.dim() <= dim < value.dim():
             raise ConfigError(
-                f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(value.shape)}. Dimensions count from 0, or backwards from -1."
+                f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(value.shape)}. "
+                "Dimensions count from 0, or backwards from -1."
             )
         if value.shape[dim] != self._max_size:
             raise ConfigError(
