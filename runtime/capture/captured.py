@@ -31,9 +31,10 @@ _logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
 
+# Why a call ran eager: the keys of ``CapturedCallable.fallbacks``.
 SIZE_OVER_LARGEST = "size_over_largest"
 SIZE_ZERO = "size_zero"
-NO_GRAPH = "no_graph_for_size"
+NO_GRAPH = "no_graph_for_size"  # its capture ran out of memory, or `reset` was called
 UNCUTTABLE_OUTPUT = "output_cannot_be_cut"
 ALIASED_INPUTS = "written_inputs_share_memory"
 AUTOGRAD_INPUTS = "inputs_require_grad"
@@ -54,10 +55,20 @@ class _MarkObserver:
 class CapturedCallable:
     """What ``capture`` returns; called like the function it was made from.
 
+    Args:
+        fn: The function, or a mark around it in debug mode.
+        inputs: Its input buffers.
+        strategy: For reports: ``full``, ``breakable`` or ``debug``.
+        mode: How sessions capture.
+        copy_outputs: Whether calls return copies; else graph-owned tensors.
+        sizes: Ascending capture sizes; None where all shapes are fixed.
+        pool: The graph pool of all sizes.
+        statics: Tensors whose addresses must hold.
+
     Attributes:
         pool: The graph pool of all sizes.
-        recordings: One per captured size.
-        build: What it took.
+        recordings: One per captured size, largest first.
+        build: What it took; None until `build_all` is done.
         fallbacks: Calls that ran eager, by reason.
     """
 
@@ -96,6 +107,9 @@ class CapturedCallable:
 
         Raises:
             InputMismatchError: Arguments do not fit the captured ones.
+            BreakMismatchError: A marked function returned something of another form.
+            MovedAddressError: On the first replay of a size, a static tensor is not where it was.
+            CaptureError: Called while this thread captures, or inside a replay on the same pool.
         """
         real, values = self._inputs.real_size(args, kwargs)
         padded = self.padded_size(real) if real is not None else None
@@ -180,7 +194,18 @@ class CapturedCallable:
     def build_all(
         self, *, launch_segments: bool | None, num_warm_ups: int, on_progress: ProgressCallback | None
     ) -> None:
-        """Warms up and captures every size, largest first; called once, by ``capture``."""
+        """Warms up and captures every size, largest first; called once, by ``capture``.
+
+        A size whose capture runs out of memory is left out, and its record says so.
+
+        Args:
+            launch_segments: Whether closed segments run while capturing; None as `capture` says.
+            num_warm_ups: Forwards per size before its capture.
+            on_progress: Called with (phase, done, total).
+
+        Raises:
+            CaptureError: The function cannot be captured; graphs made so far are freed.
+        """
         clock = PhaseClock()
         device = self.pool.device
         sizes: list[int | None] = [None] if self._sizes is None else list(reversed(self._sizes))

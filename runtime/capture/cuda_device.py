@@ -41,6 +41,14 @@ class CudaPool(GraphPool):
         stream: The capture stream; a new one if None.
         error_mode: What CUDA forbids to other threads while capturing; ``thread_local`` nothing.
         generators: Further random generators that captured code draws from (the default one is known).
+
+    Attributes:
+        handle: The allocator's handle; renewed when a pool that made its own is used again after its
+            last graph was freed.
+        num_graphs: Graphs that use its memory.
+        stream: The capture stream.
+        tracker: Follows forks and joins while capturing.
+        runtime: CUDA calls without a Python name; None where the libraries are missing.
     """
 
     def __init__(
@@ -288,9 +296,9 @@ class CudaDevice(GraphDevice):
         if "captur" not in lowered:
             return None
         return CaptureForbiddenError(
-            f"Captured code did what CUDA cannot record at {raising_user_line(error)}: {text.splitlines()[0]}. Usual causes are a "
-            "host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable host memory. Put the "
-            "call into a function marked @eager_on_graph, or do it before the forward."
+            f"Captured code did what CUDA cannot record at {raising_user_line(error)}: {text.splitlines()[0]}. "
+            "Usual causes are a host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable "
+            "host memory. Put the call into a function marked @eager_on_graph, or do it before the forward."
         )
 
     def synchronize(self) -> None:

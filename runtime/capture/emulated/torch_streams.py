@@ -104,9 +104,10 @@ class StreamWatch:
         if not recording.order.is_member(number):
             raise recording.invalidate(
                 UnjoinedStreamError(
-                    f"Work was issued to {self._names.name(self.current)} at {current_user_line()} while a graph was being "
-                    "recorded on the capture stream. It was not forked from it, so on CUDA the work would run "
-                    "now and be missing at replay. Fork it in this graph: side.wait_stream(current_stream())."
+                    f"Work was issued to {self._names.name(self.current)} at {current_user_line()} while a graph "
+                    "was being recorded on the capture stream. It was not forked from it, so on CUDA the work "
+                    "would run now and be missing at replay. Fork it in this graph: "
+                    "side.wait_stream(current_stream())."
                 )
             )
         return number
