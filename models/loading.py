@@ -92,7 +92,7 @@ def load_model(
         tokenizer = tokenizer_from_gguf(file.metadata, origin=str(path))
         return _loaded(load_gguf(file, device=device, dtype=dtype), tokenizer, path.name)
     if len(path.parts) > 1:
-        raise CheckpointError(f"There is no file or folder {path}.")
+        raise CheckpointError(f"There is no file or folder {path}. Check the path, or give a model's name.")
     raise ConfigError(
         f"{name!r} is neither a file or folder here nor a model's name. "
         + nearest(name, [DEFAULT_MODEL, *SHAPES])

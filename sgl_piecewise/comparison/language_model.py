@@ -51,7 +51,7 @@ class ModelRequest:
     def __post_init__(self) -> None:
         """Raises ConfigError without token counts."""
         if not self.token_counts:
-            raise ConfigError("There are no token counts to run.")
+            raise ConfigError("There are no token counts to run; give at least one.")
 
 
 def compare_language_model(

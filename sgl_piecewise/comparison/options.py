@@ -76,7 +76,7 @@ def checked_strategies(names: Iterable[str]) -> tuple[str, ...]:
         if name not in STRATEGIES:
             raise ConfigError(f"Unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
         if given.count(name) > 1:
-            raise ConfigError(f"Strategy {name!r} is named more than once.")
+            raise ConfigError(f"Strategy {name!r} is named more than once; name it once.")
     return (REFERENCE, *(name for name in given if name != REFERENCE))
 
 
@@ -110,7 +110,9 @@ def parse_sizes(text: str, what: str = "capture sizes") -> tuple[int, ...]:
             sizes.append(low)
             continue
         if not 1 <= low <= high:
-            raise ConfigError(f"The range {part.strip()!r} in the {what} must go up from at least 1.")
+            raise ConfigError(
+                f"The range {part.strip()!r} in the {what} must go up from at least 1, as 4..64 does."
+            )
         sizes.extend(size for size in default_capture_sizes(high) if size >= low)
     return validate_capture_sizes(sizes)
 
