@@ -58,6 +58,7 @@ def _run(device: GraphDevice, num_programs: int, seed: int | None, reports: Repo
     return coverage
 
 
+@pytest.mark.timeout(600)  # A failure takes minutes to be shrunk.
 def test_random_programs_are_replayed_as_they_run_eager(
     graph_device: GraphDevice, coverage_reports: Reports
 ) -> None:
