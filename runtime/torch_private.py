@@ -100,8 +100,15 @@ def release_pool(device_index: int, pool_id: tuple[int, int]) -> None:
 
 
 def stop_routing_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
-    """Ends the allocation routing that a failed ``capture_end`` left behind, and its use of the pool."""
-    torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    """Ends the allocation routing, and the use of the pool, that a failed ``capture_end`` left behind.
+
+    2.11 leaves both. Later versions end the routing themselves (pytorch#180395) and keep the use, which
+    cannot be told from here: there the pool's memory stays reserved until the process ends.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    except RuntimeError:
+        return
     torch._C._cuda_releasePool(device_index, pool_id)
 
 

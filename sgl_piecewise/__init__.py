@@ -2,7 +2,7 @@
 
 from sgl_piecewise.comparison import compare
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
-from sgl_piecewise.runtime.capture.captured import capture
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
 
 __all__ = [

@@ -22,9 +22,10 @@ from faults import test_aliasing, test_padding
 
 from sgl_piecewise.runtime import torch_private, tree
 from sgl_piecewise.runtime.capture import session, static_inputs
-from sgl_piecewise.runtime.capture.boundary import BreakOutputs, PlacedResult
+from sgl_piecewise.runtime.capture.boundary import BreakOutputs
 from sgl_piecewise.runtime.capture.emulated import arena, streams
 from sgl_piecewise.runtime.capture.emulated.device import EmulatedDevice
+from sgl_piecewise.runtime.capture.placement import PlacedResult
 
 Check = Callable[[EmulatedDevice], None]
 

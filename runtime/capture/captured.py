@@ -1,4 +1,4 @@
-"""``capture``: from a function and example arguments to a callable that replays graphs.
+"""The captured callable: replays graphs, and was built by warming up and capturing every size.
 
 The callable copies its inputs into static buffers, replays the recording of the smallest capture
 size that holds them, and cuts the outputs back. What no graph can serve runs eager, with a
@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .. import tree
-from ..errors import CaptureError, ConfigError, nearest
-from ..mark import MarkedFunction, eager_on_graph, use_capture
+from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
-from .device import GraphDevice, GraphPool
-from .devices import graph_device_for
+from .autograd import refuse_history
+from .device import GraphPool
 from .recording import Recording
-from .session import CaptureMode, CaptureSession, refuse_nested_capture
-from .sizes import ShapeKey, padded_size, validate_capture_sizes
+from .session import CaptureMode, CaptureSession
+from .sizes import ShapeKey, padded_size
 from .static_inputs import StaticInputs, share_bytes
 from .static_outputs import OutputCut
-from .statics import StaticTensor, StaticTensors
+from .statics import StaticTensors
 
 _logger = logging.getLogger(__name__)
 
-OutputMode = Literal["copy", "view"]
 ProgressCallback = Callable[[str, int, int], None]
-
-CAPTURE_STRATEGIES: tuple[CaptureMode, ...] = ("full", "breakable")
-OUTPUT_MODES: tuple[OutputMode, ...] = ("copy", "view")
 
 SIZE_OVER_LARGEST = "size_over_largest"
 SIZE_ZERO = "size_zero"
@@ -269,7 +264,7 @@ class CapturedCallable:
                 with use_capture(observer):
                     outputs = self._fn(*args, **kwargs)
                 self._inputs.note_written(before)
-                _refuse_grad(outputs)
+                refuse_history(outputs, "an output of the captured function")
                 if size is not None:
                     self._cut.learn(size, outputs)
                 del outputs
@@ -303,150 +298,5 @@ class CapturedCallable:
         self._cut.dims()
 
 
-def capture(
-    fn: Callable[..., Any],
-    example_args: tuple[Any, ...] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    *,
-    strategy: str = "breakable",
-    outputs: str = "copy",
-    capture_sizes: Sequence[int] | None = None,
-    dynamic_dims: Mapping[str, int] | None = None,
-    pad_values: Mapping[str, int | float | bool] | None = None,
-    static_tensors: Mapping[str, StaticTensor] | None = None,
-    device: GraphDevice | torch.device | str | None = None,
-    pool: GraphPool | None = None,
-    launch_segments: bool | None = None,
-    num_warm_ups: int = 1,
-    debug: bool = False,
-    on_progress: ProgressCallback | None = None,
-) -> CapturedCallable:
-    """Captures a function or module at one fixed shape, or at a ladder of sizes.
-
-    Args:
-        fn: Any callable; run without autograd.
-        example_args: Positional arguments, at the largest capture size. Tensors are copied.
-        example_kwargs: Keyword arguments likewise.
-        strategy: ``breakable`` (a break at every mark) or ``full`` (one graph, marks included).
-        outputs: ``copy`` returns fresh tensors; ``view`` returns graph-owned ones, valid until
-            the next replay on the same pool.
-        capture_sizes: Ascending padded sizes; None captures the example's shapes only.
-        dynamic_dims: Argument path to the dimension that follows the size, for example
-            ``{"input_ids": 0}``. Default: dimension 0 of every device tensor that has the largest
-            size there.
-        pad_values: Argument path to what padded rows hold; 0 unless named.
-        static_tensors: Tensors outside the module that the graphs read in place (KV buffers,
-            workspaces), or callables that return the one in use; checked like parameters.
-        device: Graph device, or a PyTorch device; the example tensors' device if None.
-        pool: Pool to share with other recordings that are never replayed at once.
-        launch_segments: Whether closed segments run while capturing. None launches unless every
-            mark that the warm-up met has a ``capture_stub`` or ``fake``.
-        num_warm_ups: Forwards per size before its capture, at least one.
-        debug: Run the whole forward as one eager segment through the same buffers and replay path.
-        on_progress: Called with (phase, done, total).
-
-    Returns:
-        A callable with ``fn``'s signature.
-
-    Raises:
-        ConfigError: An option that cannot be accepted.
-        CaptureError: The function cannot be captured; nothing is left half-captured.
-
-    Source: the shape of ``torch.cuda.make_graphed_callables``; differs: sizes, breaks, inputs
-    written in place are written back.
-    """
-    refuse_nested_capture()
-    if strategy not in CAPTURE_STRATEGIES:
-        raise ConfigError(f"Unknown strategy {strategy!r}. {nearest(strategy, CAPTURE_STRATEGIES)}")
-    if outputs not in OUTPUT_MODES:
-        raise ConfigError(f"Unknown outputs mode {outputs!r}. {nearest(outputs, OUTPUT_MODES)}")
-    if num_warm_ups < 1:
-        raise ConfigError(f"num_warm_ups is {num_warm_ups}; at least one forward must run before a capture.")
-    sizes = None if capture_sizes is None else validate_capture_sizes(capture_sizes)
-    kwargs = dict(example_kwargs or {})
-    module = _module_of(fn)
-    graph_device = _device_for(device, pool, (example_args, kwargs), module)
-    _refuse_autograd(example_args, kwargs, module)
-    inputs = StaticInputs(
-        fn,
-        tuple(example_args),
-        kwargs,
-        device=graph_device.torch_device,
-        sizes=sizes,
-        dynamic_dims=dynamic_dims,
-        pad_values=pad_values,
-    )
-    target = eager_on_graph(fn) if debug else fn
-    captured = CapturedCallable(
-        target,
-        inputs,
-        strategy="debug" if debug else strategy,
-        mode="breakable" if debug or strategy == "breakable" else "full",
-        copy_outputs=outputs == "copy",
-        sizes=sizes,
-        pool=graph_device.new_pool() if pool is None else pool,
-        statics=StaticTensors(static_tensors, module),
-    )
-    captured.build_all(launch_segments=launch_segments, num_warm_ups=num_warm_ups, on_progress=on_progress)
-    return captured
-
-
 def _needs_launching(marks: list[MarkedFunction]) -> bool:
     return any(mark.capture_stub is None and mark.fake is None for mark in marks)
-
-
-def _module_of(fn: Callable[..., Any]) -> torch.nn.Module | None:
-    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
-    return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def _device_for(
-    device: GraphDevice | torch.device | str | None,
-    pool: GraphPool | None,
-    arguments: Any,
-    module: torch.nn.Module | None,
-) -> GraphDevice:
-    if isinstance(device, GraphDevice):
-        found = device
-    elif device is not None:
-        found = graph_device_for(device)
-    elif pool is not None:
-        return pool.device
-    else:
-        tensors = [leaf for leaf in tree.flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
-        tensors += list(module.parameters()) if module is not None else []
-        devices = {tensor.device for tensor in tensors}
-        accelerators = {one for one in devices if one.type != "cpu"}
-        if len(accelerators) > 1:
-            raise ConfigError(
-                f"Arguments and parameters lie on {sorted(map(str, accelerators))}; a capture has one device. "
-                "Say which with device=."
-            )
-        found = graph_device_for(next(iter(accelerators), torch.device("cpu")))
-    if pool is not None and pool.device.torch_device != found.torch_device:
-        raise ConfigError(
-            f"The pool is on {pool.device.torch_device}, but the capture is on {found.torch_device}."
-        )
-    return found
-
-
-def _refuse_autograd(args: Any, kwargs: Any, module: torch.nn.Module | None) -> None:
-    if not torch.is_grad_enabled():
-        return
-    tensors = [leaf for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    tensors += list(module.parameters()) if module is not None else []
-    if any(tensor.requires_grad for tensor in tensors):
-        _raise_autograd("arguments or parameters require grad")
-
-
-def _refuse_grad(outputs: Any) -> None:
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree.flatten(outputs)[0]):
-        if torch.is_grad_enabled():
-            _raise_autograd("an output requires grad")
-
-
-def _raise_autograd(why: str) -> None:
-    raise CaptureError(
-        f"Autograd is recording while capturing ({why}). Graphs hold no autograd history; capture under "
-        "`with torch.inference_mode():` or `torch.no_grad()`."
-    )

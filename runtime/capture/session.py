@@ -21,9 +21,10 @@ import torch
 from .. import tree
 from ..errors import CaptureError
 from ..mark import MarkedFunction, active_capture, use_capture
-from .boundary import PlacedResult, place_result
+from .autograd import refuse_history
 from .device import DeviceGraph, GraphPool
 from .guard import OutsideWriteGuard
+from .placement import PlacedResult, place_result
 from .recording import Recording
 from .segments import ContainerWatch, EagerSegment, FrozenArguments, GraphSegment, Segment
 from .sizes import ShapeKey
@@ -83,8 +84,7 @@ class CaptureSession:
             CaptureError: A tensor among them records autograd history.
             OutsideWriteError: One is a copy whose original was written since it was made.
         """
-        if torch.is_grad_enabled():
-            _refuse_grad(outputs, "an output of the captured function")
+        refuse_history(outputs, "an output of the captured function")
         if self._guard is not None:
             for leaf in tree.flatten(outputs)[0]:
                 self._guard.check_read("The result of the captured function", leaf)
@@ -131,8 +131,7 @@ class CaptureSession:
             return mark.fn(*args, **kwargs)
         # Graph and eager segments alternate, and a graph segment is open.
         where = f"{self.key}, break {len(self._segments) // 2}"
-        if torch.is_grad_enabled():
-            _refuse_grad((args, kwargs), f"an argument of break {mark.name!r} ({where})")
+        refuse_history((args, kwargs), f"an argument of break {mark.name!r} ({where})")
         self._end_segment()
         frozen = FrozenArguments(args, kwargs, self.pool)
         watch = ContainerWatch(args, kwargs)
@@ -262,11 +261,3 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _refuse_grad(value: Any, what: str) -> None:
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree.flatten(value)[0]):
-        raise CaptureError(
-            f"Autograd is recording while capturing: {what} requires grad. Graphs hold no autograd history; "
-            "capture under `with torch.inference_mode():` or `torch.no_grad()`."
-        )

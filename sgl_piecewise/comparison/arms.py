@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.capture.sizes import ShapeKey
 from sgl_piecewise.runtime.records import BuildRecord
 

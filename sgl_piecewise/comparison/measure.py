@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.devices import graph_device_for
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.stopwatch import Stopwatch, stopwatch_for

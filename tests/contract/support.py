@@ -13,8 +13,9 @@ import torch
 
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
-from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice, GraphPool
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.mark import active_capture
 
 # Every way to make a captured callable; the contract's values hold for each.

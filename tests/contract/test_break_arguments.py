@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from contract.support import assert_equal, assert_like_eager, ramp
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.context import ForwardContext, forward_context, use_forward_context
 from sgl_piecewise.runtime.errors import CaptureError
 from sgl_piecewise.runtime.mark import eager_on_graph

@@ -12,8 +12,8 @@ import torch
 
 from contract.support import WAYS, assert_equal, assert_like_eager, ramp
 from sgl_piecewise.runtime import tree
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import CaptureError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from contract.support import ramp
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.emulated.device import EmulatedDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "describe_small_program.txt"

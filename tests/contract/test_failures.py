@@ -12,8 +12,9 @@ import torch
 
 from contract.support import assert_equal, ramp, random_state, record, untouched
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph
-from sgl_piecewise.runtime.capture.captured import NO_GRAPH, capture
+from sgl_piecewise.runtime.capture.captured import NO_GRAPH
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

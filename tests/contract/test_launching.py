@@ -7,8 +7,9 @@ import torch
 
 from contract.support import assert_equal, ramp
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
-from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import CaptureError
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
 

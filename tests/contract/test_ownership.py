@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from contract.support import WAYS, assert_equal, assert_like_eager, churn, ramp
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import BreakMismatchError, OutsideWriteError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from contract.support import WAYS, assert_equal, ramp
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.mark import eager_on_graph
 
 

@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contract.support import assert_equal, ramp
-from sgl_piecewise.runtime.capture.captured import AUTOGRAD_INPUTS, capture
+from sgl_piecewise.runtime.capture.captured import AUTOGRAD_INPUTS
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import ReplayError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.support import WAYS, assert_equal, ramp
-from sgl_piecewise.runtime.capture.captured import NO_GRAPH, SIZE_OVER_LARGEST, SIZE_ZERO, capture
+from sgl_piecewise.runtime.capture.captured import NO_GRAPH, SIZE_OVER_LARGEST, SIZE_ZERO
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.capture.sizes import default_capture_sizes, padded_size, validate_capture_sizes
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.mark import eager_on_graph

@@ -7,8 +7,8 @@ import torch
 
 from contract.support import assert_equal, ramp
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import ConfigError, MovedAddressError, SglPiecewiseError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

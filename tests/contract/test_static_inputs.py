@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from contract.support import WAYS, assert_equal, assert_like_eager, ramp
-from sgl_piecewise.runtime.capture.captured import ALIASED_INPUTS, capture
+from sgl_piecewise.runtime.capture.captured import ALIASED_INPUTS
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import ConfigError, InputMismatchError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from contract.support import assert_equal, ramp, stream_api
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import UnjoinedStreamError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

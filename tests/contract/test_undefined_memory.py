@@ -6,9 +6,9 @@ import torch
 
 from contract.support import ramp
 from sgl_piecewise.runtime import torch_private
-from sgl_piecewise.runtime.capture.captured import capture
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.emulated.device import EmulatedDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.mark import eager_on_graph
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from contract.support import assert_equal, assert_like_eager, ramp, record, stream_api, untouched
 
-from sgl_piecewise.runtime.capture.captured import CapturedCallable, capture
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import CaptureForbiddenError, UnjoinedStreamError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

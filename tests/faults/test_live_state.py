@@ -8,8 +8,9 @@ import pytest
 import torch
 from contract.support import assert_equal, ramp
 
-from sgl_piecewise.runtime.capture.captured import NO_GRAPH, capture
+from sgl_piecewise.runtime.capture.captured import NO_GRAPH
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import CaptureForbiddenError, MovedAddressError
 from sgl_piecewise.runtime.mark import eager_on_graph
 

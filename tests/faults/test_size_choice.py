@@ -8,8 +8,9 @@ from contract.support import assert_equal, ramp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_piecewise.runtime.capture.captured import SIZE_OVER_LARGEST, capture
+from sgl_piecewise.runtime.capture.captured import SIZE_OVER_LARGEST
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.capture.sizes import ShapeKey, default_capture_sizes, padded_size
 from sgl_piecewise.runtime.errors import ConfigError, InputMismatchError
 from sgl_piecewise.runtime.mark import eager_on_graph
