@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import importlib.util
 import itertools
 import json
 import platform
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from sgl_piecewise.runtime import torch_private
 from sgl_piecewise.runtime.attention.base import AttentionSpec
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
+from sgl_piecewise.runtime.capture.cuda_device import CudaDevice
 from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.capture.segments import EagerSegment, GraphSegment
 from sgl_piecewise.runtime.capture.sizes import ShapeKey, default_capture_sizes, padded_size
@@ -161,32 +164,22 @@ def host_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def eager_forwards(
-    forward: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor, sizes: Any
-) -> float:
+def eager_forwards(subject: Subject) -> float:
+    """Returns seconds of one eager forward at each size, largest first."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for size in reversed(sizes):
-        forward(ids[:size], positions[:size])
+    for size in reversed(subject.sizes):
+        subject.forward(subject.ids[:size], subject.positions[:size])
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
-def measure_builds(
-    forward: Any, ids: torch.Tensor, positions: torch.Tensor, sizes: tuple[int, ...], other: Any
-) -> Any:
+def measure_builds(subject: Subject, other: Callable[[], OtherPackage] | None) -> dict[str, Any]:
     """Builds every arm in turn, several rounds; returns seconds and the ratio to 42 eager forwards."""
 
-    def ours(strategy: str, launch: bool) -> Callable[[], dict[str, Any]]:
+    def ours(strategy: str, launch_segments: bool) -> Callable[[], dict[str, Any]]:
         def build() -> dict[str, Any]:
-            captured = capture(
-                forward,
-                (ids, positions),
-                strategy=strategy,
-                launch_segments=launch,
-                capture_sizes=sizes,
-                outputs="view",
-            )
+            captured = subject.capture(strategy, launch_segments=launch_segments)
             assert captured.build is not None
             result = {
                 "total_s": captured.build.total_s,
@@ -198,18 +191,15 @@ def measure_builds(
 
         return build
 
-    def theirs() -> dict[str, Any]:
-        seconds = other().build()
-        return {"total_s": seconds}
-
     arms: dict[str, Callable[[], dict[str, Any]]] = {
-        "eager_42": lambda: {"total_s": eager_forwards(forward, ids, positions, sizes)},
+        "eager_42": lambda: {"total_s": eager_forwards(subject)},
         "full": ours("full", False),
         "breakable": ours("breakable", False),
         "breakable_launched": ours("breakable", True),
     }
     if other is not None:
-        arms["breakable_cuda_graphs"] = theirs
+        make_other = other
+        arms["breakable_cuda_graphs"] = lambda: {"total_s": make_other().build()}
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for index in range(NUM_BUILD_ROUNDS + 1):
         for name in random.sample(list(arms), len(arms)):
@@ -217,12 +207,13 @@ def measure_builds(
             result = arms[name]()
             if index:  # the first round warms up
                 rounds[name].append(result)
-    eager = statistics.median(entry["total_s"] for entry in rounds["eager_42"])
+    totals = {name: [entry["total_s"] for entry in entries] for name, entries in rounds.items()}
+    eager = statistics.median(totals["eager_42"])
     return {
         name: {
-            "total_s": [entry["total_s"] for entry in entries],
-            "median_s": statistics.median(entry["total_s"] for entry in entries),
-            "ratio_to_eager_42": statistics.median(entry["total_s"] for entry in entries) / eager,
+            "total_s": totals[name],
+            "median_s": statistics.median(totals[name]),
+            "ratio_to_eager_42": statistics.median(totals[name]) / eager,
             "last": entries[-1],
         }
         for name, entries in rounds.items()
@@ -324,7 +315,7 @@ def measure_break_cost(captured: CapturedCallable, full: CapturedCallable) -> di
     return {name: median_interval(values) for name, values in series.items()}
 
 
-def measure_break_alone(body_kind: str) -> dict[str, float]:
+def measure_break_alone(body_kind: str, device: CudaDevice) -> dict[str, float]:
     """The same difference on a chain of 36 breaks that do nothing, four small kernels between them."""
     held = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
 
@@ -346,8 +337,8 @@ def measure_break_alone(body_kind: str) -> dict[str, float]:
         return x * 1.0
 
     example = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
-    broken = capture(chain, (example,), outputs="view")
-    whole = capture(chain, (example,), strategy="full", outputs="view")
+    broken = capture(chain, (example,), outputs="view", device=device)
+    whole = capture(chain, (example,), strategy="full", outputs="view", device=device)
     one, other = next(iter(broken.recordings.values())), next(iter(whole.recordings.values()))
     values = []
     for index in range(300):
@@ -394,10 +385,130 @@ def floors() -> dict[str, float]:
     return {"copy_bytes_per_s": bandwidth, "matrix_flop_per_s": rate}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured: a forward, its inputs at the largest size, and the sizes."""
+
+    forward: Callable[..., torch.Tensor]
+    ids: torch.Tensor
+    positions: torch.Tensor
+    vocab_size: int
+    sizes: tuple[int, ...]
+    device: CudaDevice
+
+    def capture(self, strategy: str, *, launch_segments: bool = False) -> CapturedCallable:
+        return capture(
+            self.forward,
+            (self.ids, self.positions),
+            strategy=strategy,
+            launch_segments=launch_segments,
+            capture_sizes=self.sizes,
+            outputs="view",
+            device=self.device,
+        )
+
+
+def measure_memory(
+    subject: Subject, other: Callable[[], OtherPackage] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Builds each arm once in a process that has captured nothing yet; returns memory and the arms."""
+    memory: dict[str, Any] = {}
+    arms: dict[str, Any] = {}
+    for strategy in ("breakable", "full"):
+        settle()
+        driver, host = driver_beyond_allocator(), host_bytes()
+        captured = subject.capture(strategy)
+        settle()
+        driver, host = driver_beyond_allocator() - driver, host_bytes() - host
+        assert captured.build is not None
+        first, last = captured.build.sizes[0], captured.build.sizes[-1]
+        num_graphs = sum(entry.num_graph_segments for entry in captured.build.sizes)
+        memory[strategy] = {
+            "largest_size_bytes": first.reserved_bytes,
+            "all_sizes_bytes": last.reserved_bytes,
+            "ratio": last.reserved_bytes / first.reserved_bytes,
+            "allocated_after_bytes": captured.pool.memory().allocated_bytes,
+            "driver_bytes": driver,
+            "host_bytes": host,
+            "num_graphs": num_graphs,
+            "driver_bytes_per_graph": driver / num_graphs,
+            "host_bytes_per_graph": host / num_graphs,
+        }
+        arms[strategy] = captured
+    if other is not None:
+        settle()
+        driver, host = driver_beyond_allocator(), host_bytes()
+        package = other()
+        package.build()
+        settle()
+        memory["breakable_cuda_graphs"] = {
+            "all_sizes_bytes": package.pool_bytes(),
+            "driver_bytes": driver_beyond_allocator() - driver,
+            "host_bytes": host_bytes() - host,
+        }
+        arms["breakable_cuda_graphs"] = package
+    return memory, arms
+
+
+def load_subject(model: str, num_layers: int | None, device: CudaDevice) -> Subject:
+    loaded = load_model(model, device="cuda", dtype=torch.bfloat16, num_layers=num_layers)
+    sizes = tuple(default_capture_sizes(4096))
+    vocab_size = loaded.config.vocab_size
+    return Subject(
+        forward=loaded.model.hidden_states,
+        ids=torch.randint(0, vocab_size, (sizes[-1],), device="cuda"),
+        positions=torch.arange(sizes[-1], device="cuda"),
+        vocab_size=vocab_size,
+        sizes=sizes,
+        device=device,
+    )
+
+
+def other_package(subject: Subject, attention: CausalAttention) -> Callable[[], OtherPackage] | None:
+    """Returns what makes the other package's arm, or None where it is not installed."""
+    if importlib.util.find_spec("breakable_cuda_graphs") is None:
+        return None
+    return lambda: OtherPackage(subject.forward, subject.sizes, attention)
+
+
+def measure(
+    subject: Subject, attention: CausalAttention, report: dict[str, Any], save: Callable[[], None]
+) -> set[str]:
+    """Fills the report, memory first, since builds leave memory with the process; returns wrong arms."""
+    other = other_package(subject, attention)
+    for size in reversed(subject.sizes):
+        subject.forward(subject.ids[:size], subject.positions[:size])
+    report["memory"], arms = measure_memory(subject, other)
+    save()
+    report["values"] = check_values(arms, subject.forward, subject.vocab_size, subject.sizes)
+    save()
+    wrong = {name for name, entry in report["values"].items() if entry["wrong_sizes"]}
+    right = {name: arm for name, arm in arms.items() if name not in wrong}
+    report["replay"] = measure_replays({"eager": subject.forward} | right, subject.vocab_size)
+    save()
+    report["break_cost_us"] = {
+        "in_the_model": measure_break_cost(arms["breakable"], arms["full"]),
+        **{
+            f"{kind}, copies {where} graphs": measure_break_alone(
+                kind, CudaDevice(sets_copy_sources=where == "in")
+            )
+            for kind in ("returns_a_tensor", "writes_through_an_argument")
+            for where in ("between", "in")
+        },
+    }
+    save()
+    for arm in arms.values():
+        arm.reset()
+    report["build"] = measure_builds(subject, other)
+    save()
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--copies-in-graphs", action="store_true")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     random.seed(3)
@@ -412,100 +523,28 @@ def main() -> int:
             "python": platform.python_version(),
         },
         "model": arguments.model,
+        "copies_in_graphs": arguments.copies_in_graphs,
+        "floors": floors(),
     }
-    report["floors"] = floors()
     settle()
-    loaded = load_model(arguments.model, device="cuda", dtype=torch.bfloat16, num_layers=arguments.layers)
-    forward = loaded.model.hidden_states
-    vocab = loaded.config.vocab_size
-    sizes = tuple(default_capture_sizes(4096))
-    attention = CausalAttention()
-    ids = torch.randint(0, vocab, (sizes[-1],), device="cuda")
-    positions = torch.arange(sizes[-1], device="cuda")
-    try:
-        import breakable_cuda_graphs  # noqa: F401
 
-        other: Callable[[], OtherPackage] | None = lambda: OtherPackage(forward, sizes, attention)  # noqa: E731
-    except ImportError:
-        other = None
-
-    def show(name: str) -> None:
+    def save() -> None:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        name = list(report)[-1]
         print(f"== {name}\n{json.dumps(report[name], indent=1)}", flush=True)
 
+    device = CudaDevice(sets_copy_sources=arguments.copies_in_graphs)
+    subject = load_subject(arguments.model, arguments.layers, device)
+    attention = CausalAttention()
     with use_forward_context(ForwardContext(attention=attention)):
-        for size in reversed(sizes):
-            forward(ids[:size], positions[:size])
-        report["build"] = measure_builds(forward, ids, positions, sizes, other)
-        show("build")
-
-        settle()
-        before, host_before = driver_beyond_allocator(), host_bytes()
-        breakable = capture(
-            forward, (ids, positions), launch_segments=False, capture_sizes=sizes, outputs="view"
-        )
-        settle()
-        middle, host_middle = driver_beyond_allocator(), host_bytes()
-        full = capture(forward, (ids, positions), strategy="full", capture_sizes=sizes, outputs="view")
-        settle()
-        after, host_after = driver_beyond_allocator(), host_bytes()
-        memory: dict[str, Any] = {}
-        for name, captured, driver, host in (
-            ("breakable", breakable, middle - before, host_middle - host_before),
-            ("full", full, after - middle, host_after - host_middle),
-        ):
-            assert captured.build is not None
-            first, last = captured.build.sizes[0], captured.build.sizes[-1]
-            num_graphs = sum(entry.num_graph_segments for entry in captured.build.sizes)
-            memory[name] = {
-                "largest_size_bytes": first.reserved_bytes,
-                "all_sizes_bytes": last.reserved_bytes,
-                "ratio": last.reserved_bytes / first.reserved_bytes,
-                "allocated_after_bytes": captured.pool.memory().allocated_bytes,
-                "driver_bytes": driver,
-                "host_bytes": host,
-                "num_graphs": num_graphs,
-                "driver_bytes_per_graph": driver / num_graphs,
-            }
-        arms: dict[str, Any] = {"eager": forward, "full": full, "breakable": breakable}
-        if other is not None:
-            package = other()
-            package.build()
-            settle()
-            memory["breakable_cuda_graphs"] = {
-                "all_sizes_bytes": package.pool_bytes(),
-                "driver_bytes": driver_beyond_allocator() - after,
-            }
-            arms["breakable_cuda_graphs"] = package
-        report["memory"] = memory
-        show("memory")
-        report["values"] = check_values(
-            {name: arm for name, arm in arms.items() if name != "eager"}, forward, vocab, sizes
-        )
-        show("values")
-        wrong = {name for name, entry in report["values"].items() if entry["wrong_sizes"]}
-        report["replay"] = measure_replays(
-            {name: arm for name, arm in arms.items() if name not in wrong}, vocab
-        )
-        for size, entry in report["replay"].items():
-            line = {
-                n: (round(v["median"], 3), {k: round(r["median"], 4) for k, r in v.items() if "ratio" in k})
-                for n, v in entry.items()
-            }
-            print(size, line, flush=True)
-        report["break_cost_us"] = {
-            "in_the_model": measure_break_cost(breakable, full),
-            "alone_returns_a_tensor": measure_break_alone("returns_a_tensor"),
-            "alone_writes_through_an_argument": measure_break_alone("writes_through_an_argument"),
-        }
-        show("break_cost_us")
+        wrong = measure(subject, attention, report, save)
     query = [
         "nvidia-smi",
         "--query-gpu=clocks.sm,clocks.mem,driver_version,power.draw",
         "--format=csv,noheader",
     ]
     report["clocks_after"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    save()
     return 1 if wrong else 0
 
 

@@ -7,6 +7,7 @@ other file of the library names such an API. Nothing here knows what the rest of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,8 +101,15 @@ def release_pool(device_index: int, pool_id: tuple[int, int]) -> None:
 
 
 def stop_routing_to_pool(device_index: int, pool_id: tuple[int, int]) -> None:
-    """Ends the allocation routing that a failed ``capture_end`` left behind, and its use of the pool."""
-    torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    """Ends the allocation routing, and the use of the pool, that a failed ``capture_end`` left behind.
+
+    2.11 leaves both. Later versions end the routing themselves (pytorch#180395) and keep the use, which
+    cannot be told from here: there the pool's memory stays reserved until the process ends.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device_index, pool_id)
+    except RuntimeError:
+        return
     torch._C._cuda_releasePool(device_index, pool_id)
 
 
@@ -113,8 +121,17 @@ _SNAPSHOT_KWARGS: dict[str, Any] = (
 
 
 def pool_segments(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-    """Lists the allocator's segments of one pool: ``address``, ``total_size``, ``allocated_size``."""
-    segments = torch.cuda.memory_snapshot(pool_id, **_SNAPSHOT_KWARGS)
+    """Lists the allocator's segments of one pool: ``address``, ``total_size``, ``allocated_size``.
+
+    The C++ side takes the numbers of the id out of their tuple and gives away references that it never
+    had. Numbers to 256 live for ever; a process that made more pools would see a number freed under its
+    feet, and crash somewhere else. So the numbers are private to the call and own a reference to lose
+    (64 bytes a call stay allocated where nothing takes them).
+    """
+    numbers = [int.from_bytes(number.to_bytes(8, "little"), "little") for number in pool_id]
+    for number in numbers:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    segments = torch.cuda.memory_snapshot(tuple(numbers), **_SNAPSHOT_KWARGS)
     return [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool_id)]
 
 

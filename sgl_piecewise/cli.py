@@ -132,7 +132,7 @@ def compare(
             else parse_sizes(token_counts, "token counts"),
             num_layers=layers,
             may_download=download,
-            command=tuple(sys.argv),
+            command=("sgl-piecewise", *sys.argv[1:]),
         )
         with _progress_bar() as on_progress:
             report = compare_language_model(request, options, on_progress)
