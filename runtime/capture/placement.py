@@ -114,18 +114,9 @@ def place_result(
     staged: list[StagedLeaf] = []
     for indices in by_storage.values():
         sources = [leaves[index] for index in indices]
-        owners, memory = _allocate_boundary(sources, pool)
-        if memory is not None:
-            start = min(source.data_ptr() for source in sources)
-            memory.copy_(bytes_of(sources[0], start, memory.numel()))
-        elif pool.sets_copy_sources and is_plain_memory(sources[0]):
-            staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
-            if is_launched:
-                staging.copy_(sources[0])
+        owners, memory, staging = _filled_boundary(sources, pool, is_launched)
+        if staging is not None:
             staged.append(StagedLeaf(leaf_index=indices[0], target=owners[0], source=staging))
-        else:
-            for source, owner in zip(sources, owners, strict=True):
-                owner.copy_(source)
         for index, source, owner in zip(indices, sources, owners, strict=True):
             plans[index] = _tensor_plan(names[index], owner, target=torch_private.alias_without_owning(owner))
             placed[index] = owner
@@ -179,6 +170,30 @@ def _refuse_unusable(leaf: torch.Tensor, path: str, mark_name: str, where: str) 
             "have one address. Convert it inside the marked function."
         )
     refuse_history(leaf, f"{path} of break {mark_name!r} ({where})")
+
+
+def _filled_boundary(
+    sources: list[torch.Tensor], pool: GraphPool, is_launched: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+    """Allocates and fills one boundary memory for leaves of one storage.
+
+    Returns:
+        One owning tensor per leaf; the bytes that are copied at once, or None; and where the leaf waits
+        for the next graph to copy it, or None where it is copied already.
+    """
+    owners, memory = _allocate_boundary(sources, pool)
+    if memory is not None:
+        start = min(source.data_ptr() for source in sources)
+        memory.copy_(bytes_of(sources[0], start, memory.numel()))
+    elif pool.sets_copy_sources and is_plain_memory(sources[0]):
+        staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
+        if is_launched:
+            staging.copy_(sources[0])
+        return owners, None, staging
+    else:
+        for source, owner in zip(sources, owners, strict=True):
+            owner.copy_(source)
+    return owners, memory, None
 
 
 def _allocate_boundary(
