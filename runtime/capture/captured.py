@@ -249,7 +249,7 @@ class CapturedCallable:
         try:
             with clock.phase("warm_up"):
                 marks = self._warm_up(size, num_warm_ups)
-            launched = _needs_launching(marks) if launch_segments is None else launch_segments
+            launched = self._needs_launching(marks) if launch_segments is None else launch_segments
             used, reserved = device.used_bytes(), device.allocator_reserved_bytes()
             with clock.phase("capture"):
                 recording = self._capture(key, launched)
@@ -275,6 +275,12 @@ class CapturedCallable:
         _logger.warning("%s: no graph for %s, it will run eager (%s)", self, key, reason)
         self.pool.device.release_cached_memory()
         return reason
+
+    def _needs_launching(self, marks: list[MarkedFunction]) -> bool:
+        """Whether a body will run while capturing, and so must find its inputs computed."""
+        return self._mode == "breakable" and any(
+            mark.capture_stub is None and mark.fake is None for mark in marks
+        )
 
     def _warm_up(self, size: int | None, num_warm_ups: int) -> list[MarkedFunction]:
         """Runs the forward on the capture stream; returns the marks it met.
@@ -322,7 +328,3 @@ class CapturedCallable:
             with self.pool.exclusive("capture"), self.pool.on_capture_stream():
                 self._cut.learn(largest - 1, self._fn(*args, **kwargs))
         self._cut.dims()
-
-
-def _needs_launching(marks: list[MarkedFunction]) -> bool:
-    return any(mark.capture_stub is None and mark.fake is None for mark in marks)

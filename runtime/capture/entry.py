@@ -66,8 +66,9 @@ def capture(
             workspaces), or callables that return the one in use; checked like parameters.
         device: Graph device, or a PyTorch device; the example tensors' device if None.
         pool: Pool to share with other recordings that are never replayed at once.
-        launch_segments: Whether closed segments run while capturing. None launches unless every
-            mark that the warm-up met has a ``capture_stub`` or ``fake``.
+        launch_segments: Whether closed segments run while capturing. None launches where a body
+            will run: in a breakable capture that meets a mark with neither ``capture_stub`` nor
+            ``fake``.
         num_warm_ups: Forwards per size before its capture, at least one.
         debug: Run the whole forward as one eager segment through the same buffers and replay path,
             whatever the strategy.
