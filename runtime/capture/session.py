@@ -21,6 +21,7 @@ import torch
 from .. import tree
 from ..errors import CaptureError
 from ..mark import MarkedFunction, active_capture, use_capture
+from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
 from .device import DeviceGraph, GraphPool
 from .guard import OutsideWriteGuard
@@ -96,6 +97,7 @@ class CaptureSession:
             stack.enter_context(self.pool.exclusive("capture"))
             stack.enter_context(_translated(self))
             stack.enter_context(_no_garbage_collection())
+            stack.enter_context(without_autocast_cache())
             stack.enter_context(self.pool.capture_scope())
             self.statics.note_addresses()
             stack.push(self._drop_if_failed)
@@ -135,6 +137,7 @@ class CaptureSession:
         self._end_segment()
         frozen = FrozenArguments(args, kwargs, self.pool)
         watch = ContainerWatch(args, kwargs)
+        autocast = AutocastState.now(self.pool.device.torch_device.type)
         with use_capture(None):
             placed = place_result(
                 self._body_for(mark, where)(*args, **kwargs),
@@ -147,7 +150,9 @@ class CaptureSession:
                 is_launched=self.launched,
             )
         watch.check(mark.name, where)
-        self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
+        self._segments.append(
+            EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs, autocast=autocast)
+        )
         # The body's own result is gone now unless someone else holds it: then captured code only has a copy.
         only_copies = [
             (copy, f"{path} of break {mark.name!r} ({where})", source)
