@@ -16,10 +16,15 @@ def graph_device_for(device: torch.device | str) -> GraphDevice:
     """Returns the graph device for a PyTorch device: CUDA itself, or its emulation on the CPU.
 
     Raises:
-        ConfigError: A device type that neither serves.
+        ConfigError: No device, or a type that neither serves.
         DeviceUnavailableError: CUDA was asked for where there is none.
     """
-    asked = torch.device(device)
+    try:
+        asked = torch.device(device)
+    except (TypeError, RuntimeError) as err:
+        raise ConfigError(
+            f"{device!r} is no device; use 'cuda', 'cuda:N', or 'cpu' for emulated capture."
+        ) from err
     if asked.type == "cuda" and asked.index is None and torch.cuda.is_available():
         asked = torch.device("cuda", torch.cuda.current_device())
     return _graph_device(asked)

@@ -122,15 +122,16 @@ class StaticInputs:
         values, self._spec = tree.flatten((args, dict(kwargs)))
         paths = self._binder.leaf_paths(args, kwargs)
         for option, given in (("dynamic_dims", dynamic_dims), ("pad_values", pad_values)):
-            for path in given or {}:
-                if path not in paths:
-                    raise ConfigError(
-                        f"{option} names {path!r}, which is no argument. {nearest(path, paths)}"
-                    )
+            _check_paths(option, given, paths, has_sizes=bool(sizes))
         self.leaves = [
             self._make_leaf(path, value, dynamic_dims, (pad_values or {}).get(path, 0))
             for path, value in zip(paths, values, strict=True)
         ]
+        for leaf in self.leaves:
+            if leaf.path in (pad_values or {}) and leaf.dynamic_dim is None:
+                raise ConfigError(
+                    f"pad_values[{leaf.path!r}] is never used: no dimension of {leaf.path} follows the size."
+                )
         self._are_plain = self._spec.children[0].children == (tree.LEAF,) * len(self.leaves)
         self._dynamic = [index for index, leaf in enumerate(self.leaves) if leaf.dynamic_dim is not None]
         if sizes and not self._dynamic:
@@ -146,10 +147,7 @@ class StaticInputs:
     ) -> InputLeaf:
         if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
             return InputLeaf(path=path, value=value.clone() if isinstance(value, torch.Tensor) else value)
-        if value.layout is not torch.strided:
-            raise ConfigError(
-                f"Argument {path} has layout {value.layout}; only strided tensors can be captured."
-            )
+        _refuse_unusual(path, value)
         dim = self._dynamic_dim(path, value, dynamic_dims)
         _check_pad_value(path, pad_value, value.dtype)
         return InputLeaf(
@@ -173,6 +171,8 @@ class StaticInputs:
         if path not in dynamic_dims:
             return None
         dim = dynamic_dims[path]
+        if type(dim) is not int:
+            raise ConfigError(f"dynamic_dims[{path!r}] is {dim!r}; a dimension is an integer.")
         if not -value.dim() <= dim < value.dim():
             raise ConfigError(f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(value.shape)}.")
         if value.shape[dim] != self._max_size:
@@ -299,8 +299,40 @@ class StaticInputs:
         return False
 
 
+def _check_paths(option: str, given: Any, paths: Sequence[str], *, has_sizes: bool) -> None:
+    """Refuses an option by argument path that names no argument, or that nothing would use."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{option} must map argument paths to values, as in {{'x': 0}}, got {type(given).__name__}."
+        )
+    for path in given:
+        if path not in paths:
+            raise ConfigError(f"{option} names {path!r}, which is no argument. {nearest(path, paths)}")
+    if given and not has_sizes:
+        raise ConfigError(
+            f"{option} needs capture_sizes: without them every shape is fixed and nothing is padded."
+        )
+
+
+def _refuse_unusual(path: str, value: torch.Tensor) -> None:
+    """Refuses a tensor that a plain buffer cannot stand in for."""
+    if value.is_nested:
+        raise ConfigError(f"Argument {path} is nested; only strided tensors can be captured.")
+    if value.layout is not torch.strided:
+        raise ConfigError(f"Argument {path} has layout {value.layout}; only strided tensors can be captured.")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.is_quantized:
+        kind = value.dtype if value.is_quantized else type(value).__name__
+        raise ConfigError(
+            f"Argument {path} is {kind}; only plain tensors can be captured. Pass its parts, or make it inside."
+        )
+
+
 def _check_pad_value(path: str, pad_value: int | float | bool, dtype: torch.dtype) -> None:
     """Refuses a pad value that the dtype cannot hold: the fill would round it or fail at a padded call."""
+    if not isinstance(pad_value, int | float | complex):
+        raise ConfigError(f"pad_values[{path!r}] is {pad_value!r}; a pad value is a number.")
     if dtype.is_floating_point or dtype.is_complex:
         return
     limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
