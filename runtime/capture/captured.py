@@ -263,6 +263,7 @@ class CapturedCallable:
                 before = self._inputs.versions()
                 with use_capture(observer):
                     outputs = self._fn(*args, **kwargs)
+                self._inputs.refuse_reshaped(size)
                 self._inputs.note_written(before)
                 refuse_history(outputs, "an output of the captured function")
                 if size is not None:

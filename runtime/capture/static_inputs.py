@@ -8,6 +8,7 @@ earlier, larger batch is left (`sglang#10892`).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..errors import ConfigError, InputMismatchError, nearest
+from ..errors import CaptureError, ConfigError, InputMismatchError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +76,22 @@ class ArgumentBinder:
 
     def leaf_paths(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
         """Names the leaves of canonical arguments in flattening order."""
-        names = [f"args[{index}]" for index in range(len(args))]
+        paths: list[str] = []
+        for name, spec in self.named(*tree.flatten((args, dict(kwargs)))[1].children).items():
+            paths += tree.paths(spec, name)
+        return paths
+
+    def named(self, args: tree.Spec, kwargs: tree.Spec) -> dict[str, tree.Spec]:
+        """Names the structures of canonical positional and keyword arguments, in order."""
+        names = [f"args[{index}]" for index in range(len(args.children))]
         if self._signature is not None:
             for index, parameter in enumerate(self._signature.parameters.values()):
-                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY) or index >= len(args):
+                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY) or index >= len(
+                    names
+                ):
                     break
                 names[index] = parameter.name
-        paths: list[str] = []
-        for name, value in zip([*names, *kwargs], [*args, *kwargs.values()], strict=True):
-            paths += tree.paths(tree.flatten(value)[1], name)
-        return paths
+        return dict(zip([*names, *kwargs.keys], [*args.children, *kwargs.children], strict=True))
 
 
 class StaticInputs:
@@ -187,6 +194,29 @@ class StaticInputs:
         args, kwargs = tree.unflatten(self._spec, self._leaf_views(size))
         return args, kwargs
 
+    def refuse_reshaped(self, size: int | None) -> None:
+        """Call after a forward on `views`.
+
+        Raises:
+            CaptureError: It gave an argument another shape or other memory in place (``unsqueeze_``,
+                ``resize_``, ``.data =``), which a replay cannot do to the caller's tensor.
+        """
+        for leaf, view in zip(self.leaves, self._leaf_views(size), strict=True):
+            if leaf.buffer is None:
+                continue
+            fresh = self._leaf_view(leaf, size)
+            if (
+                view.data_ptr() != fresh.data_ptr()
+                or view.stride() != fresh.stride()
+                or view.shape != fresh.shape
+            ):
+                del self._views[size]
+                raise CaptureError(
+                    f"The function changed the shape or the memory of argument {leaf.path} in place: from "
+                    f"{tuple(fresh.shape)} to {tuple(view.shape)}. A replay cannot do that to the caller's tensor; "
+                    "use what gives a new tensor (`unsqueeze`, `transpose`, `x = x * 2`)."
+                )
+
     def _leaf_views(self, size: int | None) -> list[Any]:
         found = self._views.get(size)
         if found is None:
@@ -233,9 +263,23 @@ class StaticInputs:
         values, spec = tree.flatten((args, dict(kwargs)))
         if spec != self._spec:
             raise InputMismatchError(
-                f"Arguments have another structure than at capture: {tree.difference(self._spec, spec, 'arguments')}."
+                f"Arguments have another structure than at capture: {self._difference(spec)}. Pass what was passed "
+                "at capture, or capture again."
             )
         return values
+
+    def _difference(self, spec: tree.Spec) -> str:
+        """Says which argument of a call has another structure, or is there on one side only."""
+        captured, now = (self._binder.named(*one.children) for one in (self._spec, spec))
+        for name in {**captured, **now}:
+            if name not in now:
+                return f"{name} was given at capture, and is left out now"
+            if name not in captured:
+                return f"{name} was left out at capture, and is given now"
+            found = tree.difference(captured[name], now[name], name)
+            if found is not None:
+                return found
+        return f"keyword arguments came as {list(captured)}, now as {list(now)}"
 
     def copy_in(self, values: Sequence[Any], real_size: int | None, padded_size: int | None) -> None:
         """Copies checked leaves into the buffers of one size and pads the tail."""
@@ -366,14 +410,26 @@ def _new_buffer(value: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
+def _is_same_value(captured: Any, now: Any) -> bool:
+    """Tells whether a baked argument is the captured one; what cannot be compared is another."""
+    if isinstance(captured, torch.Tensor) and isinstance(now, torch.Tensor):
+        return captured.shape == now.shape and torch.equal(captured, now.to(captured.device))
+    if captured is now:
+        return True
+    if type(captured) is not type(now):
+        return False
+    if isinstance(captured, float):
+        return captured == now or (math.isnan(captured) and math.isnan(now))
+    try:
+        return bool(captured == now)
+    except (RuntimeError, ValueError):  # Arrays and objects that hold tensors have no one answer.
+        return False
+
+
 def _check_leaf(leaf: InputLeaf, value: Any) -> int | None:
     """Checks one leaf of a call; returns its extent along the dynamic dimension, if it has one."""
     if leaf.shape is None:
-        if isinstance(leaf.value, torch.Tensor) and isinstance(value, torch.Tensor):
-            same = leaf.value.shape == value.shape and torch.equal(leaf.value, value.to(leaf.value.device))
-        else:
-            same = leaf.value is value or (type(leaf.value) is type(value) and bool(leaf.value == value))
-        if not same:
+        if not _is_same_value(leaf.value, value):
             raise InputMismatchError(
                 f"Argument {leaf.path} is {value!r}, but was {leaf.value!r} at capture and is baked into the graphs. "
                 "Pass it as a device tensor, or capture again for the new value."
