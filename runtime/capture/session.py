@@ -25,7 +25,7 @@ from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
 from .device import DeviceGraph, GraphPool
 from .guard import OutsideWriteGuard
-from .placement import PlacedResult, place_result
+from .placement import BAKED_TYPES, PlacedResult, place_result
 from .recording import Recording
 from .segments import ContainerWatch, EagerSegment, FrozenArguments, GraphSegment, Segment
 from .sizes import ShapeKey
@@ -82,12 +82,21 @@ class CaptureSession:
         """Hands over what the forward returned; call it inside the block.
 
         Raises:
-            CaptureError: A tensor among them records autograd history.
+            CaptureError: A tensor among them records autograd history, or something is neither a
+                tensor nor a plain value.
             OutsideWriteError: One is a copy whose original was written since it was made.
         """
         refuse_history(outputs, "an output of the captured function")
+        leaves, spec = tree.flatten(outputs)
+        for path, leaf in zip(tree.paths(spec, "output"), leaves, strict=True):
+            if not isinstance(leaf, (torch.Tensor, *BAKED_TYPES)):
+                raise CaptureError(
+                    f"The captured function returned a {type(leaf).__name__} at {path}. A replay would return the "
+                    "object that was made while capturing, with what it holds. Return tensors, None, plain scalars "
+                    "and strings, and tuples, lists, dicts or dataclasses of those."
+                )
         if self._guard is not None:
-            for leaf in tree.flatten(outputs)[0]:
+            for leaf in leaves:
                 self._guard.check_read("The result of the captured function", leaf)
         self._outputs = outputs
 
