@@ -85,6 +85,7 @@ class Recording:
         """
         self.refuse_inside_capture()
         with self.pool.exclusive("replay"):
+            self.pool.order_after_last_use()
             self.run()
 
     def run(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from .. import tree
 from ..errors import CaptureError
+from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, active_capture, use_capture
 from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
@@ -76,6 +77,7 @@ class CaptureSession:
         self._graph: DeviceGraph | None = None
         self._outputs: Any = None
         self._guard: OutsideWriteGuard | None = None
+        self._interrupts = HeldInterrupts()
         self._stack = contextlib.ExitStack()
 
     def set_outputs(self, outputs: Any) -> None:
@@ -103,7 +105,10 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         refuse_nested_capture()
         with contextlib.ExitStack() as stack:
+            # Outermost, so that an interrupt waits for all that the others put back.
+            stack.enter_context(self._interrupts)
             stack.enter_context(self.pool.exclusive("capture"))
+            self.pool.order_after_last_use()
             stack.enter_context(_translated(self))
             stack.enter_context(_no_garbage_collection())
             stack.enter_context(without_autocast_cache())
@@ -112,6 +117,7 @@ class CaptureSession:
             stack.push(self._drop_if_failed)
             self._begin_segment()
             stack.enter_context(use_capture(self))
+            self._interrupts.deliver()
             self._stack = stack.pop_all()
         return self
 
@@ -138,6 +144,7 @@ class CaptureSession:
 
     def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Breaks the capture for one marked call (design 5.1); in full mode captures it."""
+        self._interrupts.deliver()
         if self.mode == "full":
             return mark.fn(*args, **kwargs)
         # Graph and eager segments alternate, and a graph segment is open.
