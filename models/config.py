@@ -97,6 +97,29 @@ class DecoderConfig:
             )
 
 
+_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
 def config_from_hf(settings: Mapping[str, Any], *, origin: str) -> DecoderConfig:
     """Reads a Hugging Face ``config.json``.
 
@@ -110,6 +133,7 @@ def config_from_hf(settings: Mapping[str, Any], *, origin: str) -> DecoderConfig
     """
     architecture = _known_architecture(settings.get("model_type"), origin)
     _refuse_unsupported(settings, origin)
+    _check_numbers(settings, origin)
     num_heads = _required(settings, "num_attention_heads", origin)
     hidden_size = _required(settings, "hidden_size", origin)
     # The defaults below are those of transformers' own config classes, which leave them unsaid.
@@ -211,6 +235,18 @@ def _required(settings: Mapping[str, Any], key: str, origin: str) -> Any:
             f"{origin}: the setting {key!r} is missing, and the model cannot be built without it."
         )
     return value
+
+
+def _check_numbers(settings: Mapping[str, Any], origin: str) -> None:
+    """Raises if a setting that is calculated with is no number; null means that it is not set."""
+    nested = [
+        settings[key] for key in ("rope_scaling", "rope_parameters") if isinstance(settings.get(key), dict)
+    ]
+    for holder in (settings, *nested):
+        for key in _NUMBERS:
+            value = holder.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise CheckpointError(f"{origin}: the setting {key!r} must be a number, got {value!r}.")
 
 
 def _refuse_unsupported(settings: Mapping[str, Any], origin: str) -> None:

@@ -84,7 +84,7 @@ def load_model(
             f"Named shapes: {', '.join(sorted(SHAPES))}."
         )
     path = default_gguf_path(download) if name == DEFAULT_MODEL else Path(name)
-    if path.is_dir():
+    if name and path.is_dir():  # An empty name would be the current folder.
         model = load_huggingface(path, device=device, dtype=dtype)
         return _loaded(model, tokenizer_from_huggingface(path), path.resolve().name)
     if path.is_file() or path.suffix == ".gguf":

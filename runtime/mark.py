@@ -67,6 +67,11 @@ class MarkedFunction:
             raise ConfigError(
                 f"eager_on_graph cannot mark a {kind} object: put @{kind} above @eager_on_graph."
             )
+        if isinstance(fn, type):
+            raise ConfigError(
+                f"eager_on_graph cannot mark the class {fn.__qualname__}: that would be a break where one is made. "
+                "Mark the method that should stay outside graphs, for a module its forward."
+            )
         for label, value in (("the marked object", fn), ("fake", fake), ("capture_stub", capture_stub)):
             if value is not None and not callable(value):
                 raise ConfigError(f"eager_on_graph: {label} must be callable, got {type(value).__name__}.")

@@ -77,7 +77,15 @@ def test_no_strategy_or_one_twice_is_refused(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"num_rounds": 0}, {"num_inputs": 0}, {"num_warm_ups": -1}, {"num_rounds": 2.5}]
+    "option",
+    [
+        {"num_rounds": 0},
+        {"num_inputs": 0},
+        {"num_warm_ups": -1},
+        {"num_rounds": 2.5},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
 )
 def test_counts_out_of_range_are_named(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):

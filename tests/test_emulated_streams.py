@@ -321,3 +321,25 @@ def test_streams_are_pytorchs_again_after_a_capture(side: cpu.Stream) -> None:
     after = dict(vars(cpu.Stream)), dict(vars(cpu.Event)), cpu.current_stream, dict(vars(cpu.StreamContext))
     assert after == before
     assert cpu.current_stream() is outside
+
+
+def test_code_may_ask_whether_it_is_captured_as_on_cuda() -> None:
+    """transformers asks before it looks at a mask's values; its models were refused."""
+    seen: list[bool] = []
+    ask = torch.cuda.is_current_stream_capturing
+    pool = EmulatedDevice().new_pool()
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.cuda.is_current_stream_capturing())
+        return x + 1
+
+    x = torch.ones(3)
+    with pool.capture_scope():
+        look(x)
+        graph = pool.new_graph()
+        graph.begin()
+        look(x)
+        graph.end()
+        look(x)
+    assert seen == [False, True, False]
+    assert torch.cuda.is_current_stream_capturing is ask

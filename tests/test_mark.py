@@ -129,6 +129,13 @@ def test_the_wrong_order_of_method_decorators_is_refused(kind: type) -> None:
 # Calls -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Linear, dict])
+def test_a_class_is_refused(kind: type) -> None:
+    """Making an object was the break, and isinstance(x, TheClass) raised TypeError."""
+    with pytest.raises(ConfigError, match=r"cannot mark the class .* Mark the method"):
+        eager_on_graph(kind)
+
+
 def test_outside_capture_a_mark_is_an_ordinary_call() -> None:
     assert active_capture() is None
     assert bare(1) == 2

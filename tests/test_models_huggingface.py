@@ -16,7 +16,7 @@ from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.models.weights.huggingface import load_huggingface
 from sgl_piecewise.models.weights.placement import checkpoint_views
 from sgl_piecewise.models.weights.random import random_decoder
-from sgl_piecewise.runtime.errors import CheckpointError
+from sgl_piecewise.runtime.errors import CheckpointError, ConfigError
 
 TOKEN_IDS = [5, 17, 3, 80, 41, 9]
 
@@ -132,6 +132,43 @@ def test_a_damaged_config_says_so(folder: Path, text: str, message: str) -> None
     (folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hidden_size", "32"),
+        ("rms_norm_eps", "1e-6"),
+        ("num_attention_heads", [4]),
+        ("max_position_embeddings", True),
+        ("rope_scaling", {"rope_type": "linear", "factor": "2"}),
+    ],
+)
+def test_a_setting_that_is_no_number_is_named(folder: Path, setting: str, value: Any) -> None:
+    edit_config(folder, **{setting: value})
+    named = "factor" if isinstance(value, dict) else setting
+    with pytest.raises(CheckpointError, match=f"setting '{named}' must be a number, got"):
+        load(folder)
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    """They are quantised, and were taken for values."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(folder, lambda t: t.update({name: t[name].to(torch.int8)}))
+    with pytest.raises(CheckpointError, match=rf"{name} holds torch.int8.*GGUF"):
+        load(folder)
+
+
+def test_an_index_that_names_no_file_says_so(reference: Any, tmp_path: Path) -> None:
+    sharded = saved(reference, tmp_path, max_shard_size="100KB")
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 3}}')
+    with pytest.raises(CheckpointError, match=r"weight_map\['model\.norm\.weight'\] must name a file, got 3"):
+        load(sharded)
+
+
+def test_an_empty_name_is_not_the_current_folder() -> None:
+    with pytest.raises(ConfigError, match="'' is neither a file or folder here nor a model's name"):
+        load_model("", device="cpu", dtype=torch.float32)
 
 
 def test_a_folder_without_safetensors_says_what_is_read(folder: Path) -> None:

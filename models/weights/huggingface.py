@@ -95,6 +95,11 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / _INDEX} has no weight_map. Download it again.")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{folder / _INDEX}: weight_map[{tensor!r}] must name a file, got {name!r}. Download it again."
+            )
     paths = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
@@ -117,6 +122,16 @@ def _stored_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Stored
 
     def stored(name: str) -> StoredTensor:
         shape = tuple(opened.get_slice(name).get_shape())
-        return StoredTensor(shape=shape, read=lambda: opened.get_tensor(name))
+        return StoredTensor(shape=shape, read=lambda: _floating(opened.get_tensor(name), name, path))
 
     return {name: stored(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _floating(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
+    """Refuses integers, which are quantised weights: copied as they are they would be wrong values."""
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{path}: {name} holds {tensor.dtype}, as quantised weights do; only floating weights are read here. "
+            "Give the unquantised checkpoint, or a GGUF file."
+        )
+    return tensor

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from .. import tree
-from ..errors import CaptureError
+from ..errors import CaptureError, CaptureForbiddenError
 from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, active_capture, use_capture
 from .autocast import AutocastState, without_autocast_cache
@@ -77,6 +77,7 @@ class CaptureSession:
         self._graph: DeviceGraph | None = None
         self._outputs: Any = None
         self._guard: OutsideWriteGuard | None = None
+        self._failed_in: str | None = None
         self._interrupts = HeldInterrupts()
         self._stack = contextlib.ExitStack()
 
@@ -160,7 +161,11 @@ class CaptureSession:
         """
         self._interrupts.deliver()
         if self.mode == "full":
-            return mark.fn(*args, **kwargs)
+            try:
+                return mark.fn(*args, **kwargs)
+            except CaptureForbiddenError:
+                self._failed_in = self._failed_in or mark.name
+                raise
         # Graph and eager segments alternate, and a graph segment is open.
         where = f"{self.key}, break {len(self._segments) // 2}"
         refuse_history((args, kwargs), f"an argument of break {mark.name!r} ({where})")
@@ -277,6 +282,11 @@ def _translated(session: CaptureSession) -> Iterator[None]:
         yield
     except Exception as error:
         better = session.pool.device.explain_failure(error)
+        if session._failed_in is not None and isinstance(error, CaptureForbiddenError):
+            better = type(error)(
+                f"{error} It is inside the marked function {session._failed_in!r}, which strategy 'full' captures "
+                "as well: with strategy='breakable' it stays outside the graph."
+            )
         if better is None:
             raise
         raise better from error

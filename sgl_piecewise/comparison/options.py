@@ -59,6 +59,8 @@ class CompareOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}.")
 
 
 def checked_strategies(names: Iterable[str]) -> tuple[str, ...]:

@@ -256,3 +256,19 @@ def test_random_state_after_capture_is_what_the_warm_up_left(graph_device: Graph
     torch.manual_seed(5)
     capture(lambda t: t + torch.rand_like(t), (x,), device=graph_device, launch_segments=False)
     assert torch.equal(random_state(graph_device), after_one)
+
+
+def test_mark_in_full_capture_is_not_told_to_be_marked(graph_device: GraphDevice) -> None:
+    """It is marked; what it needs is another strategy."""
+
+    @eager_on_graph
+    def host_read(t: torch.Tensor) -> torch.Tensor:
+        return t * t.sum().item()
+
+    if not graph_device.is_emulated:
+        pytest.skip("CUDA says only at the end that the capture is invalid")
+    x = ramp(graph_device, 4)
+    with pytest.raises(
+        CaptureForbiddenError, match=r"inside the marked function .*host_read.*strategy='breakable'"
+    ):
+        capture(lambda t: host_read(t) + 1, (x,), strategy="full", device=graph_device)

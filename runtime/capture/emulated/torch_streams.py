@@ -200,6 +200,10 @@ def _current_stream(watch: StreamWatch, original: Any, device: Any = None) -> An
     return watch.current
 
 
+def _is_capturing(watch: StreamWatch, original: Any) -> bool:
+    return watch.recording is not None
+
+
 def _enter(watch: StreamWatch, original: Any, self: Any) -> None:
     if self.stream is not None:
         self.prev_stream, watch.current = watch.current, self.stream
@@ -226,6 +230,8 @@ STREAM_PATCHES = ThreadPatches(
         Patch(owner=torch.cpu.Event, name="synchronize", replacement=_host_wait),
         Patch(owner=torch.cpu, name="synchronize", replacement=_host_wait),
         Patch(owner=torch.cpu, name="current_stream", replacement=_current_stream),
+        # Models ask it before they look at values, as transformers does for its masks; a break is none.
+        Patch(owner=torch.cuda, name="is_current_stream_capturing", replacement=_is_capturing),
         Patch(owner=torch.cpu.StreamContext, name="__enter__", replacement=_enter),
         Patch(owner=torch.cpu.StreamContext, name="__exit__", replacement=_exit),
         Patch(owner=torch.Tensor, name="record_stream", replacement=_record_stream),
