@@ -1,8 +1,8 @@
 """The mark: ``@eager_on_graph`` says that a call cannot, or should not, be inside a graph.
 
 Holds the decorator, ``break_graph`` and the one place that knows whether this thread is
-capturing. A mark outside capture is an ordinary call. It must not know how capture works: an
-active capture is anything with a ``call_marked`` method.
+capturing. A mark outside capture is an ordinary call, and one node to Dynamo. It must not know how
+capture works: an active capture is anything with a ``call_marked`` method.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, overload
+
+import torch
 
 from .errors import ConfigError
 
@@ -74,6 +76,11 @@ class MarkedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; under a capture, the capture decides what that means."""
+        if torch.compiler.is_dynamo_compiling():
+            # True only where Dynamo reads this line; it imports at trace time, so nobody else pays.
+            from .mark_tracing import trace_marked_call
+
+            return trace_marked_call(self, args, kwargs)
         capture = _ACTIVE.get()
         if capture is None:
             return self.fn(*args, **kwargs)
