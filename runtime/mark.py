@@ -108,9 +108,7 @@ class MarkedFunction:
 
 
 class BoundMark:
-    """A marked method bound to its object."""
-
-    __slots__ = ("__self__", "mark")
+    """A marked method bound to its object. (No slots: Dynamo 2.11 reads those from objects it has not filled.)"""
 
     def __init__(self, mark: MarkedFunction, instance: Any) -> None:
         self.mark = mark
@@ -125,8 +123,9 @@ class BoundMark:
         return self.mark.run_eager(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Protocol methods are not passed on: the mark's __deepcopy__ would return the mark, unbound.
-        if name.startswith("__") and name not in {"__name__", "__qualname__"}:
+        # Protocol methods are not passed on: the mark's __deepcopy__ would return the mark, unbound. And Dynamo
+        # asks an object that it has not initialised for its slot.
+        if name == "mark" or (name.startswith("__") and name not in {"__name__", "__qualname__"}):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.mark, name)
 
@@ -136,10 +135,11 @@ class BoundMark:
         return self.mark is other.mark and self.__self__ is other.__self__
 
     def __hash__(self) -> int:
-        return hash((id(self.mark), id(self.__self__)))
+        # Dynamo 2.11 hashes an object whose attributes it has only noted down so far.
+        return hash((id(self.__dict__.get("mark")), id(self.__dict__.get("__self__"))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Slots and __getattr__ together would send copy and pickle into endless recursion.
+        # What copy and pickle do by default asks an empty object for its attributes.
         return BoundMark, (self.mark, self.__self__)
 
     def __repr__(self) -> str:

@@ -1,18 +1,20 @@
 """A marked call as one operator: what a compiler sees, and what runs in its place.
 
-``sgl_piecewise::marked_call`` takes the call's tensors, handles of its other objects (the first is the
+``sgl_piecewise::marked_call_N`` takes the call's tensors, handles of its other objects (the first is the
 mark), its symbolic integers, and a signature: a text that names a `CallSite`, which says how arguments and
-results fit together. The operator calls the mark as usual, so a capture breaks there. Nothing here knows
+results fit together; N counts the tensors it returns. The operator calls the mark as usual, so a capture breaks there. Nothing here knows
 Dynamo; `mark_tracing` makes the call sites.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,14 +117,16 @@ class CallSite:
             leaf.value if leaf.kind == "constant" else sources[leaf.kind][leaf.index]
             for leaf in self.argument_leaves
         ]
-        args, kwargs = tree.unflatten(self.arguments, leaves)
+        arguments = tree.unflatten(self.arguments, leaves)
+        before = [(container, _items(container)) for container in _containers(arguments, self.arguments)]
+        args, kwargs = arguments
         result = mark(*args, **kwargs)
-        if any(kind is list or kind is dict for kind in _kinds(self.arguments)):
-            now, spec = tree.flatten((args, kwargs))
-            if spec != self.arguments or any(one is not other for one, other in zip(now, leaves, strict=True)):
+        for container, items in before:
+            now = _items(container)
+            if len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True)):
                 raise CompileError(
-                    f"Mark {self.name!r} changed a list or dict argument. Compiled code around it would go on with "
-                    "what it held before; return the values instead."
+                    f"Mark {self.name!r} changed a {type(container).__name__} argument. Compiled code around it would "
+                    "go on with what it held before; return the values instead."
                 )
         return result
 
@@ -191,8 +195,19 @@ def _evaluate(sizes: tuple[Size, ...], tensors: Sequence[torch.Tensor], ints: Se
     return tuple(size if isinstance(size, int) else size.value(tensors, ints) for size in sizes)
 
 
-def _kinds(spec: tree.Spec) -> list[type | None]:
-    return [spec.kind, *itertools.chain.from_iterable(_kinds(child) for child in spec.children)]
+def _containers(value: Any, spec: tree.Spec) -> Iterator[Any]:
+    """Yields the lists and dicts of a value that its structure names."""
+    for key, child in zip(spec.keys, spec.children, strict=True):
+        if child.kind is None:
+            continue
+        item = getattr(value, key) if dataclasses.is_dataclass(spec.kind) else value[key]
+        if child.kind is list or child.kind is dict:
+            yield item
+        yield from _containers(item, child)
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
 # Call sites by signature ---------------------------------------------------------------------------
@@ -377,15 +392,39 @@ def _fake_marked_call(
 
 
 _LIBRARY = torch.library.Library("sgl_piecewise", "DEF")
-# Every tensor counts as written: a body may write any argument, and no compiler may drop the call.
-_LIBRARY.define(
-    "marked_call(Tensor(a!)[] tensors, Tensor[] handles, SymInt[] ints, str signature) -> Tensor[]"
-)
-_LIBRARY.impl("marked_call", call_marked, "CompositeExplicitAutograd")
-torch.library.register_fake("sgl_piecewise::marked_call", _fake_marked_call, lib=_LIBRARY)
 
-MARKED_CALL = torch.ops.sgl_piecewise.marked_call.default
-"""The operator, as a graph's node has it for target."""
 
-torch.fx.node.has_side_effect(MARKED_CALL)
-torch.fx.node.has_side_effect(call_marked)
+@functools.cache
+def operator_returning(num_fresh: int) -> Any:
+    """Returns the operator for calls whose result has so many fresh tensors, as a graph's node has it for target.
+
+    One operator per number: functionalization takes operators that write their arguments only where they
+    return tensors one by one. All arguments count as written, the handles too: a body may write any tensor,
+    and so no compiler drops a call or swaps two.
+    """
+    name = f"marked_call_{num_fresh}"
+    returns = "Tensor" if num_fresh == 1 else f"({', '.join(['Tensor'] * num_fresh)})"
+    _LIBRARY.define(
+        f"{name}(Tensor(a!)[] tensors, Tensor(b!)[] handles, SymInt[] ints, str signature) -> {returns}"
+    )
+    _LIBRARY.impl(name, _unpacked(call_marked, num_fresh), "CompositeExplicitAutograd")
+    fake = _unpacked(_fake_marked_call, num_fresh)
+    torch.library.register_fake(f"sgl_piecewise::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.sgl_piecewise, name).default
+    _OPERATORS.add(operator)
+    return torch.fx.node.has_side_effect(operator)
+
+
+def _unpacked(function: Callable[..., list[torch.Tensor]], num_fresh: int) -> Callable[..., Any]:
+    """Makes a function return what the operator's schema says."""
+    if num_fresh == 1:
+        return lambda *args: function(*args)[0]
+    return lambda *args: tuple(function(*args)) if num_fresh else (function(*args), None)[1]
+
+
+_OPERATORS: set[Any] = set()
+
+
+def is_marked_call(target: Any) -> bool:
+    """Tells whether a node with this target is a marked call."""
+    return target in _OPERATORS

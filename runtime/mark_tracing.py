@@ -20,12 +20,12 @@ from . import torch_private, tree
 from . import torch_private_tracing as dynamo
 from .mark import MarkedFunction, use_capture
 from .mark_operator import (
-    MARKED_CALL,
     ArgumentLeaf,
     CallSite,
     FreshTensor,
     ResultLeaf,
     handle_of,
+    operator_returning,
     register_call_site,
 )
 from .object_state import unchanged_objects
@@ -74,7 +74,9 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
     )
     proxies = [tensor.as_proxy() for tensor in call.tensors]
     ints = [number.as_proxy() for number in call.ints]
-    fresh = dynamo.emit_call(tx, MARKED_CALL, (proxies, call.handles, ints, register_call_site(site)))
+    num_fresh = sum(leaf.kind == "fresh" for leaf in site.result_leaves)
+    node_arguments = (proxies, call.handles, ints, register_call_site(site))
+    fresh = dynamo.emit_call(tx, operator_returning(num_fresh), node_arguments, num_fresh)
     return results.variable(spec, fresh)
 
 
@@ -244,8 +246,8 @@ class _Results:
             )
         except ValueError as err:
             raise dynamo.TracingError(
-                f"Mark {mark.name!r} returns a tensor of shape {tuple(leaf.shape)}, and {err}. Pass the size as an "
-                "integer argument."
+                f"Mark {mark.name!r} returns a tensor of shape {tuple(leaf.shape)}, and {err}. Where the size follows from "
+                "the arguments say so with fake=; where only the data gives it, return a tensor of fixed size."
             ) from err
         self.leaves.append(ResultLeaf(kind="fresh", fresh=fresh))
 
@@ -307,7 +309,7 @@ def _build(tx: Any, spec: tree.Spec, leaves: Any) -> Any:
         return dynamo.python_call(tx, spec.kind, dynamo.tuple_of(pairs))
     if dataclasses.is_dataclass(spec.kind):
         named = dict(zip(spec.keys, children, strict=True))
-        return dynamo.python_call(
+        return dynamo.class_call(
             tx, spec.kind, *[named[field.name] for field in dataclasses.fields(spec.kind) if field.init]
         )
     return dynamo.python_call(tx, spec.kind, *(children if _is_named(spec.kind) else [dynamo.tuple_of(children)]))

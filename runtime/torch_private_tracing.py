@@ -16,7 +16,7 @@ import torch
 from torch._dynamo import exc
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, ChainedSource
+from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
 from torch._dynamo.utils import preserve_rng_state
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import GraphArg, VariableBuilder, wrap_fx_proxy
@@ -183,15 +183,23 @@ def node_argument(tx: Any, value: Any, source: Any, function: Callable[[Any], to
     return proxy
 
 
-def emit_call(tx: Any, operator: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Adds a call of an operator that returns a list of tensors; returns their variables."""
-    proxy = tx.output.create_proxy("call_function", operator, arguments, {})
-    return list(wrap_fx_proxy(tx, proxy).items)
+def emit_call(tx: Any, operator: Any, arguments: tuple[Any, ...], num_results: int) -> list[Any]:
+    """Adds a call of an operator that returns so many tensors; returns their variables."""
+    result = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", operator, arguments, {}))
+    if num_results == 1:
+        return [result]
+    return list(result.items) if num_results else []
 
 
 def python_call(tx: Any, function: Any, *arguments: Any) -> Any:
     """Traces a call of a builtin or class."""
     return VariableTracker.build(tx, function).call_function(tx, list(arguments), {})
+
+
+def class_call(tx: Any, kind: type, *arguments: Any) -> Any:
+    """Traces the making of an object; Dynamo wants to know where it can load the class from."""
+    source = GlobalSource(tx.output.install_global_by_id("sgl_piecewise_class", kind))
+    return VariableTracker.build(tx, kind, source).call_function(tx, list(arguments), {})
 
 
 def list_of(tx: Any, variable: Any) -> list[Any]:
@@ -310,7 +318,8 @@ def example_value(variable: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def on_fake_tensors(tx: Any) -> Iterator[None]:
     """Runs the block on the trace's fake tensors; real tensors it meets are made fake."""
-    with preserve_rng_state(), tx.fake_mode, _allowing_real_inputs(tx.fake_mode):
+    mode = tx.fake_mode
+    with preserve_rng_state(), mode, _allowing_real_inputs(mode), mode.shape_env.ignore_fresh_unbacked_symbols():
         yield
 
 
