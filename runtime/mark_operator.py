@@ -23,6 +23,9 @@ import torch
 from . import torch_private, torch_private_tracing, tree
 from .errors import CompileError, MarkResultError
 
+SHAPE_ONLY = "sgl_piecewise_shape_only"
+"""Key in the ``meta`` of nodes that a mark's ``fake`` left in a graph; nothing needs their values."""
+
 # Sizes and strides of results: constants, or functions of the call's tensors and integers.
 Size = int | torch_private_tracing.SizeExpression
 
@@ -367,7 +370,7 @@ def num_handles() -> int:
 def call_marked(
     tensors: Sequence[torch.Tensor], handles: Sequence[torch.Tensor], ints: Sequence[int], signature: str
 ) -> list[torch.Tensor]:
-    """Calls the mark: the operator's body, and what a compiled forward may call without the dispatcher.
+    """Calls the mark.
 
     Args:
         tensors: Tensor arguments; the body may write them.
@@ -407,12 +410,15 @@ def operator_returning(num_fresh: int) -> Any:
     _LIBRARY.define(
         f"{name}(Tensor(a!)[] tensors, Tensor(b!)[] handles, SymInt[] ints, str signature) -> {returns}"
     )
-    _LIBRARY.impl(name, _unpacked(call_marked, num_fresh), "CompositeExplicitAutograd")
+    body = _unpacked(call_marked, num_fresh)
+    body.__name__ = name
+    _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     fake = _unpacked(_fake_marked_call, num_fresh)
     torch.library.register_fake(f"sgl_piecewise::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.sgl_piecewise, name).default
-    _OPERATORS.add(operator)
-    return torch.fx.node.has_side_effect(operator)
+    _OPERATORS[operator] = body
+    torch.fx.node.has_side_effect(operator)
+    return operator
 
 
 def _unpacked(function: Callable[..., list[torch.Tensor]], num_fresh: int) -> Callable[..., Any]:
@@ -422,9 +428,14 @@ def _unpacked(function: Callable[..., list[torch.Tensor]], num_fresh: int) -> Ca
     return lambda *args: tuple(function(*args)) if num_fresh else (function(*args), None)[1]
 
 
-_OPERATORS: set[Any] = set()
+_OPERATORS: dict[Any, Callable[..., Any]] = {}
 
 
 def is_marked_call(target: Any) -> bool:
     """Tells whether a node with this target is a marked call."""
     return target in _OPERATORS
+
+
+def body_of(target: Any) -> Callable[..., Any]:
+    """Returns what a marked call's operator runs, to be called without the dispatcher."""
+    return _OPERATORS[target]

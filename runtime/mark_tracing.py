@@ -20,6 +20,7 @@ from . import torch_private, tree
 from . import torch_private_tracing as dynamo
 from .mark import MarkedFunction, use_capture
 from .mark_operator import (
+    SHAPE_ONLY,
     ArgumentLeaf,
     CallSite,
     FreshTensor,
@@ -29,9 +30,6 @@ from .mark_operator import (
     register_call_site,
 )
 from .object_state import unchanged_objects
-
-SHAPE_ONLY = "sgl_piecewise_shape_only"
-"""Key in the ``meta`` of nodes that a mark's ``fake`` left in the graph; nothing needs their values."""
 
 _BAKED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
