@@ -63,5 +63,7 @@ def options_from(given: Mapping[str, Any] | None) -> CompileOptions:
     known = {option.name for option in dataclasses.fields(CompileOptions)}
     for name in given or {}:
         if name not in known:
-            raise ConfigError(f"Unknown option {name!r} of backend 'sgl_piecewise'. {nearest(str(name), known)}")
+            raise ConfigError(
+                f"Unknown option {name!r} of backend 'sgl_piecewise'. {nearest(str(name), known)}"
+            )
     return CompileOptions(**(given or {}))

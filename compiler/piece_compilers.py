@@ -45,7 +45,9 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
     if chosen == "fx":
         return run_as_fx
     if chosen == BACKEND_NAME:
-        raise ConfigError(f"piece_compiler is {chosen!r} itself; name what compiles the pieces, such as 'inductor'.")
+        raise ConfigError(
+            f"piece_compiler is {chosen!r} itself; name what compiles the pieces, such as 'inductor'."
+        )
     if chosen in _EXTRAS:
         module, extra = _EXTRAS[chosen]
         if importlib.util.find_spec(module) is None:

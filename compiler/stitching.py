@@ -60,7 +60,9 @@ def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCom
     values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
     examples = torch_private_tracing.example_inputs(values)
     if torch_private_tracing.share_memory(examples) and _writes_inputs(piece, values):
-        _logger.warning("%s writes an input that shares memory with another: it runs as FX, uncompiled.", name)
+        _logger.warning(
+            "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
+        )
         return run_as_fx(piece, examples)
     try:
         with torch_private_tracing.separate_compile():
@@ -71,7 +73,9 @@ def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCom
             f"options={{'piece_compiler': 'fx'}}, or report it with this piece:\n{piece.graph}"
         ) from err
     if not callable(result):
-        raise CompileError(f"The piece compiler returned a {type(result).__name__} for {name}, not a callable.")
+        raise CompileError(
+            f"The piece compiler returned a {type(result).__name__} for {name}, not a callable."
+        )
     return result
 
 

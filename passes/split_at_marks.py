@@ -83,7 +83,12 @@ def _stays_outside(node: Node, gm: GraphModule, copies: dict[Node, Node]) -> boo
 
 
 def _add_piece(
-    gm: GraphModule, root: torch.nn.Module, outer: Graph, copies: dict[Node, Node], nodes: list[Node], name: str
+    gm: GraphModule,
+    root: torch.nn.Module,
+    outer: Graph,
+    copies: dict[Node, Node],
+    nodes: list[Node],
+    name: str,
 ) -> None:
     """Moves nodes into a submodule and calls it from the outer graph."""
     inside = set(nodes)

@@ -108,7 +108,10 @@ class MarkedFunction:
 
 
 class BoundMark:
-    """A marked method bound to its object. (No slots: Dynamo 2.11 reads those from objects it has not filled.)"""
+    """A marked method bound to its object.
+
+    Without slots: Dynamo 2.11 reads those from an object that it has not filled yet.
+    """
 
     def __init__(self, mark: MarkedFunction, instance: Any) -> None:
         self.mark = mark

@@ -2,8 +2,8 @@
 
 ``sgl_piecewise::marked_call_N`` takes the call's tensors, handles of its other objects (the first is the
 mark), its symbolic integers, and a signature: a text that names a `CallSite`, which says how arguments and
-results fit together; N counts the tensors it returns. The operator calls the mark as usual, so a capture breaks there. Nothing here knows
-Dynamo; `mark_tracing` makes the call sites.
+results fit together; N counts the tensors it returns. The operator calls the mark as usual, so a capture
+breaks there. Nothing here knows Dynamo; `mark_tracing` makes the call sites.
 """
 
 from __future__ import annotations
@@ -161,9 +161,7 @@ class CallSite:
         )
 
 
-def _problem(
-    leaf: Any, plan: ResultLeaf, tensors: Sequence[torch.Tensor], ints: Sequence[int]
-) -> str | None:
+def _problem(leaf: Any, plan: ResultLeaf, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> str | None:
     """Says how a leaf differs from its plan, or returns None."""
     if plan.kind == "constant":
         if type(leaf) is type(plan.value) and (leaf is plan.value or leaf == plan.value):
@@ -178,7 +176,10 @@ def _problem(
         return f"traced tensor argument {plan.index} itself, now another tensor"
     assert plan.fresh is not None
     shape = _evaluate(plan.fresh.shape, tensors, ints)
-    traced, now = (shape, plan.fresh.dtype, plan.fresh.device.type), (tuple(leaf.shape), leaf.dtype, leaf.device.type)
+    traced, now = (
+        (shape, plan.fresh.dtype, plan.fresh.device.type),
+        (tuple(leaf.shape), leaf.dtype, leaf.device.type),
+    )
     if traced != now:
         return f"traced {traced}, now {now}"
     if leaf.numel() and any(torch_private.shares_memory(leaf, tensor) for tensor in tensors):
@@ -194,7 +195,9 @@ def _with_strides(leaf: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
-def _evaluate(sizes: tuple[Size, ...], tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[Any, ...]:
+def _evaluate(
+    sizes: tuple[Size, ...], tensors: Sequence[torch.Tensor], ints: Sequence[Any]
+) -> tuple[Any, ...]:
     return tuple(size if isinstance(size, int) else size.value(tensors, ints) for size in sizes)
 
 
@@ -248,16 +251,16 @@ def call_site(signature: str) -> CallSite:
 
 def _is_same_site(one: CallSite, other: CallSite) -> bool:
     """Equality that also asks for the same constants, not just equal ones."""
-    constants = zip(
-        [leaf.value for leaf in (*one.argument_leaves, *one.result_leaves)],
-        [leaf.value for leaf in (*other.argument_leaves, *other.result_leaves)],
-        strict=True,
-    )
+    constants = zip(_constants(one), _constants(other), strict=True)
     return (
         one.arguments == other.arguments
         and one.results == other.results
         and all(left is right or (type(left) is type(right) and left == right) for left, right in constants)
     )
+
+
+def _constants(site: CallSite) -> list[Any]:
+    return [leaf.value for leaf in site.argument_leaves] + [leaf.value for leaf in site.result_leaves]
 
 
 def _signature(site: CallSite) -> str:
@@ -280,7 +283,9 @@ def _text(spec: tree.Spec, leaves: Any) -> str:
     if spec.kind is list:
         return f"[{', '.join(children)}]"
     pairs = ", ".join(f"{key!r}: {child}" for key, child in zip(spec.keys, children, strict=True))
-    return f"{{{pairs}}}" if spec.kind is dict else f"{spec.kind.__module__}.{spec.kind.__qualname__}{{{pairs}}}"
+    return (
+        f"{{{pairs}}}" if spec.kind is dict else f"{spec.kind.__module__}.{spec.kind.__qualname__}{{{pairs}}}"
+    )
 
 
 def _argument_text(leaf: ArgumentLeaf) -> str:
@@ -310,38 +315,44 @@ class _Handles:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # A collection may run a callback below while it is held.
         self._numbers = itertools.count(1)
-        self._by_id: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.by_id: dict[int, tuple[Any, torch.Tensor]] = {}
         self._references: dict[int, Callable[[], Any]] = {}
 
-    def handle_of(self, value: Any) -> torch.Tensor:
-        """Returns the handle of an object."""
-        known = self._by_id.get(id(value))
-        if known is not None and known[0]() is value:
-            return known[1]
+    def new(self, value: Any) -> torch.Tensor:
+        """Makes a handle for an object, unless another thread just did."""
         with self._lock:
+            known = self.by_id.get(id(value))
+            if known is not None and known[0]() is value:
+                return known[1]
             number = next(self._numbers)
             handle = torch_private.host_int64(number)
             try:
-                reference = weakref.ref(value, lambda _, key=id(value): self._forget(key, number))
+                reference = weakref.ref(value, functools.partial(self._forget, id(value), number))
             except TypeError:
                 self._references[number] = lambda: value
                 weakref.finalize(handle, self._references.pop, number, None)
                 return handle
             self._references[number] = reference
-            self._by_id[id(value)] = (reference, handle)
+            self.by_id[id(value)] = (reference, handle)
             return handle
 
-    def _forget(self, key: int, number: int) -> None:
+    def _forget(self, key: int, number: int, _: Any) -> None:
         with self._lock:
             reference = self._references.pop(number, None)
-            known = self._by_id.get(key)
+            known = self.by_id.get(key)
             if known is not None and known[0] is reference:
-                del self._by_id[key]
+                del self.by_id[key]
 
     def object_of(self, handle: torch.Tensor) -> Any:
-        """Returns the object of a handle, or of a copy of one."""
+        """Returns the object of a handle, or of a copy of one.
+
+        Raises:
+            CompileError: The object is gone.
+        """
         reference = self._references.get(torch_private.read_host_int64(handle))
-        return None if reference is None else reference()
+        if reference is None or (isinstance(reference, weakref.ref) and reference() is None):
+            raise CompileError("A compiled forward was called for an object that no longer exists.")
+        return reference()
 
     def __len__(self) -> int:
         return len(self._references)
@@ -356,7 +367,15 @@ def handle_of(value: Any) -> torch.Tensor:
     Compiled code calls this for each object argument before its graph runs, so that one graph serves every
     object of a type. The object is not kept alive, unless it cannot be referred to weakly.
     """
-    return _HANDLES.handle_of(value)
+    known = _HANDLES.by_id.get(id(value))
+    if known is not None and known[0]() is value:
+        return known[1]
+    return _new_handle(value)
+
+
+_new_handle = torch_private_tracing.untraced(_HANDLES.new)
+# Called from compiled code, where Dynamo would compile it too; this costs nothing, where ``untraced`` does.
+torch_private_tracing.skip_frame(handle_of)
 
 
 def num_handles() -> int:

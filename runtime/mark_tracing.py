@@ -56,7 +56,11 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
         tuple,
         (0, 1),
         (
-            tree.Spec(tuple, tuple(range(len(given))), tuple(call.add(value, str(i)) for i, value in enumerate(given))),
+            tree.Spec(
+                tuple,
+                tuple(range(len(given))),
+                tuple(call.add(value, str(i)) for i, value in enumerate(given)),
+            ),
             tree.Spec(dict, tuple(keywords), tuple(call.add(value, key) for key, value in keywords.items())),
         ),
     )
@@ -71,14 +75,15 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
         result_leaves=tuple(results.leaves),
     )
     proxies = [tensor.as_proxy() for tensor in call.tensors]
-    ints = [number.as_proxy() for number in call.ints]
     num_fresh = sum(leaf.kind == "fresh" for leaf in site.result_leaves)
-    node_arguments = (proxies, call.handles, ints, register_call_site(site))
+    node_arguments = (proxies, call.handles, call.ints, register_call_site(site))
     fresh = dynamo.emit_call(tx, operator_returning(num_fresh), node_arguments, num_fresh)
     return results.variable(spec, fresh)
 
 
-def _trace_fake(tx: Any, mark: MarkedFunction, source: Any, given: list[Any], keywords: dict[str, Any]) -> Any:
+def _trace_fake(
+    tx: Any, mark: MarkedFunction, source: Any, given: list[Any], keywords: dict[str, Any]
+) -> Any:
     """Traces ``fake``; what it adds to the graph is marked as needed for shapes only."""
     before = set(dynamo.traced_nodes(tx))
     result = dynamo.traced_attribute(tx, mark, "fake", source).call_function(tx, given, keywords)
@@ -97,6 +102,7 @@ class _Arguments:
         self.tensors: list[Any] = []
         self.handles: list[Any] = []
         self.ints: list[Any] = []
+        self.symbolic_ints: list[torch.SymInt] = []
         self.leaves: list[ArgumentLeaf] = []
         self.values: list[Any] = []  # What the body gets when it runs on fake tensors.
 
@@ -115,11 +121,14 @@ class _Arguments:
             symbolic = dynamo.symbolic_int(variable)
             if symbolic is None:
                 return self._add_constant(dynamo.scalar_constant(tx, variable))
-            self.ints.append(variable)
+            self.ints.append(variable.as_proxy())
+            self.symbolic_ints.append(symbolic)
             self._add_leaf(ArgumentLeaf(kind="int", index=len(self.ints) - 1), symbolic)
             return tree.LEAF
         kind = dynamo.python_type(variable)
-        if issubclass(kind, (tuple, list)) and (variable.source is None or kind in (tuple, list) or _is_named(kind)):
+        if issubclass(kind, (tuple, list)) and (
+            variable.source is None or kind in (tuple, list) or _is_named(kind)
+        ):
             children = dynamo.list_of(tx, variable)
             return self._add_container(kind, range(len(children)), children, path)
         if issubclass(kind, dict) and (variable.source is None or kind is dict):
@@ -131,7 +140,9 @@ class _Arguments:
             return self._add_object(value, variable.source)
         if dataclasses.is_dataclass(kind):
             names = [field.name for field in dataclasses.fields(kind)]
-            return self._add_container(kind, names, [dynamo.attribute_of(tx, variable, name) for name in names], path)
+            return self._add_container(
+                kind, names, [dynamo.attribute_of(tx, variable, name) for name in names], path
+            )
         if dynamo.is_constant(variable):
             return self._add_constant(variable.as_python_constant())
         raise dynamo.TracingError(
@@ -146,7 +157,9 @@ class _Arguments:
 
     def _add_tensor(self, variable: Any) -> tree.Spec:
         self.tensors.append(variable)
-        self._add_leaf(ArgumentLeaf(kind="tensor", index=len(self.tensors) - 1), dynamo.example_value(variable))
+        self._add_leaf(
+            ArgumentLeaf(kind="tensor", index=len(self.tensors) - 1), dynamo.example_value(variable)
+        )
         return tree.LEAF
 
     def _add_constant(self, value: Any) -> tree.Spec:
@@ -159,7 +172,9 @@ class _Arguments:
         self._add_leaf(ArgumentLeaf(kind="object", index=len(self.handles) - 2), value)
         return tree.LEAF
 
-    def _add_container(self, kind: type, keys: Iterable[Any], children: Iterable[Any], path: str) -> tree.Spec:
+    def _add_container(
+        self, kind: type, keys: Iterable[Any], children: Iterable[Any], path: str
+    ) -> tree.Spec:
         names = tuple(keys)
         specs = tuple(self.add(child, f"{path}.{name}") for name, child in zip(names, children, strict=True))
         return tree.Spec(kind, names, specs)
@@ -171,6 +186,14 @@ class _Arguments:
                 "this call. Compiled code changes objects after its graph has run, so the marked function would "
                 "not see it. Pass what changed as an argument of its own, or change it inside the mark."
             )
+
+    def add_symbol(self, symbol: Any) -> int | None:
+        """Gives the operator one more integer: a symbol that a result's size hangs on; returns its index."""
+        proxy = dynamo.proxy_of_symbol(self.tx, symbol)
+        if proxy is None:
+            return None
+        self.ints.append(proxy)
+        return len(self.ints) - 1
 
     def refuse_autograd(self) -> None:
         """Raises if the call would need a gradient."""
@@ -189,19 +212,23 @@ class _Results:
         self._call = call
         examples = [dynamo.example_value(tensor) for tensor in call.tensors]
         self._examples = examples
-        self._sizes = dynamo.SizeExpressions(examples, [dynamo.symbolic_int(number) for number in call.ints])
+        self._sizes = dynamo.SizeExpressions(examples, call.symbolic_ints, call.add_symbol)
 
     def run_body(self, arguments: tree.Spec) -> tree.Spec:
         """Runs the body on fake tensors and plans what it returns; returns its structure."""
         mark = self._call.mark
         args, kwargs = tree.unflatten(arguments, self._call.values)
         try:
-            with unchanged_objects((args, kwargs), mark.fn), use_capture(None), dynamo.on_fake_tensors(self._call.tx):
+            with (
+                unchanged_objects((args, kwargs), mark.fn),
+                use_capture(None),
+                dynamo.on_fake_tensors(self._call.tx),
+            ):
                 result = mark.fn(*args, **kwargs)
-        except Exception as err:  # noqa: BLE001 - the user's code may raise anything; it is kept as the cause
+        except Exception as err:
             raise dynamo.TracingError(
-                f"Mark {mark.name!r}: its body cannot run on fake tensors ({type(err).__name__}: {err}), so a compiler "
-                "cannot know what it returns. Say it in two lines, for example for one result like the first argument:\n"
+                f"Mark {mark.name!r}: its body cannot run on fake tensors ({type(err).__name__}: {err}), so a "
+                "compiler cannot know what it returns. Say it in two lines, for example for one result like x:\n"
                 f"    @eager_on_graph(fake=lambda x, *args, **kwargs: torch.empty_like(x))\n    def {mark.name}(...):"
             ) from err
         leaves, spec = tree.flatten(result)
@@ -234,7 +261,9 @@ class _Results:
                 "it: pass it to the marked function as an argument, or return a copy."
             )
         if leaf.layout is not torch.strided:
-            raise dynamo.TracingError(f"Mark {mark.name!r} returns a {leaf.layout} tensor; only strided ones work.")
+            raise dynamo.TracingError(
+                f"Mark {mark.name!r} returns a {leaf.layout} tensor; only strided ones work."
+            )
         try:
             fresh = FreshTensor(
                 shape=tuple(self._sizes.of(size) for size in leaf.shape),
@@ -244,8 +273,8 @@ class _Results:
             )
         except ValueError as err:
             raise dynamo.TracingError(
-                f"Mark {mark.name!r} returns a tensor of shape {tuple(leaf.shape)}, and {err}. Where the size follows from "
-                "the arguments say so with fake=; where only the data gives it, return a tensor of fixed size."
+                f"Mark {mark.name!r} returns a tensor of shape {tuple(leaf.shape)}, and {err}. Where the size follows "
+                "from the arguments say so with fake=; where only the data gives it, return a tensor of fixed size."
             ) from err
         self.leaves.append(ResultLeaf(kind="fresh", fresh=fresh))
 
@@ -300,17 +329,16 @@ def _build(tx: Any, spec: tree.Spec, leaves: Any) -> Any:
         return dynamo.tuple_of(children)
     if spec.kind is list:
         return dynamo.python_call(tx, list, dynamo.tuple_of(children))
+    make = dynamo.python_call if spec.kind is dict else dynamo.class_call
     if issubclass(spec.kind, dict):
-        pairs = [
-            dynamo.tuple_of([dynamo.constant(key), child]) for key, child in zip(spec.keys, children, strict=True)
-        ]
-        return dynamo.python_call(tx, spec.kind, dynamo.tuple_of(pairs))
+        named = zip(spec.keys, children, strict=True)
+        pairs = [dynamo.tuple_of([dynamo.constant(key), child]) for key, child in named]
+        return make(tx, spec.kind, dynamo.tuple_of(pairs))
     if dataclasses.is_dataclass(spec.kind):
-        named = dict(zip(spec.keys, children, strict=True))
-        return dynamo.class_call(
-            tx, spec.kind, *[named[field.name] for field in dataclasses.fields(spec.kind) if field.init]
-        )
-    return dynamo.python_call(tx, spec.kind, *(children if _is_named(spec.kind) else [dynamo.tuple_of(children)]))
+        by_name = dict(zip(spec.keys, children, strict=True))
+        fields = [field.name for field in dataclasses.fields(spec.kind) if field.init]
+        return make(tx, spec.kind, *[by_name[name] for name in fields])
+    return make(tx, spec.kind, *(children if _is_named(spec.kind) else [dynamo.tuple_of(children)]))
 
 
 def _is_named(kind: type) -> bool:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ def unchanged_objects(values: Any, function: Callable[..., Any]) -> Iterator[Non
         for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # An empty cell.
                 roots.append(cell.cell_contents)
-                restores.append(lambda cell=cell, value=cell.cell_contents: setattr(cell, "cell_contents", value))
+                restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
         namespace: dict[str, Any] = getattr(function, "__globals__", {})
         used = {name: namespace[name] for name in code.co_names if name in namespace}
         roots.extend(used.values())
-        restores.append(lambda: namespace.update(used))
+        restores.append(partial(_put_back_names, namespace, used))
     restores.extend(_restores(roots))
     try:
         yield
@@ -58,15 +59,15 @@ def _restores(roots: list[Any]) -> list[Callable[[], Any]]:
             continue
         seen[id(value)] = value
         if isinstance(value, dict):
-            restores.append(_restore_dict(value))
+            restores.append(_restore(value, dict(value), _put_back_dict))
             todo.extend(dict.values(value))
         elif isinstance(value, list):
-            restores.append(lambda value=value, kept=list(value): list.__setitem__(value, slice(None), kept))
+            restores.append(_restore(value, list(value), _put_back_list))
             todo.extend(list.__iter__(value))
         elif isinstance(value, set):
-            restores.append(lambda value=value, kept=set(value): (set.clear(value), set.update(value, kept)))
+            restores.append(_restore(value, set(value), _put_back_set))
         elif isinstance(value, collections.deque):
-            restores.append(lambda value=value, kept=list(value): (value.clear(), value.extend(kept)))
+            restores.append(_restore(value, collections.deque(value), _put_back_deque))
             todo.extend(value)
         elif isinstance(value, tuple):
             todo.extend(tuple.__iter__(value))
@@ -78,15 +79,46 @@ def _restores(roots: list[Any]) -> list[Callable[[], Any]]:
     return restores
 
 
-def _restore_dict(value: dict[Any, Any]) -> Callable[[], Any]:
-    kept = dict(value)
+def _restore(value: Any, kept: Any, put_back: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Writes only where something changed: other threads may hold the same container."""
 
     def restore() -> None:
-        if len(value) == len(kept) and all(
-            key in kept and kept[key] is item for key, item in dict.items(value)
+        now = list(value.items()) if isinstance(value, dict) else list(value)
+        before = list(kept.items()) if isinstance(kept, dict) else list(kept)
+        if len(now) != len(before) or any(
+            not _is_same(one, other) for one, other in zip(now, before, strict=True)
         ):
-            return
-        dict.clear(value)
-        dict.update(value, kept)
+            put_back(value, kept)
 
     return restore
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == 2 and len(other) == 2:
+        return one is other or (one[0] is other[0] and one[1] is other[1])
+    return one is other
+
+
+def _put_back_names(namespace: dict[str, Any], kept: dict[str, Any]) -> None:
+    for name, value in kept.items():
+        if namespace.get(name, namespace) is not value:
+            namespace[name] = value
+
+
+def _put_back_dict(value: dict[Any, Any], kept: dict[Any, Any]) -> None:
+    dict.clear(value)
+    dict.update(value, kept)
+
+
+def _put_back_list(value: list[Any], kept: list[Any]) -> None:
+    list.__setitem__(value, slice(None), kept)
+
+
+def _put_back_set(value: set[Any], kept: set[Any]) -> None:
+    set.intersection_update(value, kept)
+    set.update(value, kept)
+
+
+def _put_back_deque(value: collections.deque[Any], kept: collections.deque[Any]) -> None:
+    collections.deque.clear(value)
+    collections.deque.extend(value, kept)

@@ -288,7 +288,9 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether two strided tensors have one storage."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return one is other
-    return one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return (
+        one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
 
 
 def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,9 @@ import torch
 from torch._dynamo import exc
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.output_graph import LazyProxy
 from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
 from torch._dynamo.utils import preserve_rng_state
 from torch._dynamo.variables.base import VariableTracker
@@ -78,10 +80,20 @@ def _quantity(name: str, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -
 
 
 class SizeExpressions:
-    """Turns symbolic sizes of a trace into `SizeExpression` over the arguments of one call."""
+    """Turns symbolic sizes of a trace into `SizeExpression` over the arguments of one call.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> None:
+    Args:
+        tensors: The call's tensors, as the trace has them.
+        ints: The call's symbolic integers.
+        add_int: Makes a symbol of the trace one more integer of the call and returns its index, or returns
+            None if the graph does not hold it.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], ints: Sequence[Any], add_int: Callable[[Any], int | None]
+    ) -> None:
         self._known: dict[Any, Any] = {}
+        self._add_int = add_int
         for index, number in enumerate(ints):
             self._add(number, f"i{index}")
         for index, tensor in enumerate(tensors):
@@ -120,7 +132,11 @@ class SizeExpressions:
             rest = expression - factor * symbol
             if factor.is_Integer and factor > 0 and rest.is_Integer:
                 return (name - rest) if factor == 1 else FloorDiv(name - rest, factor)
-        raise ValueError(f"{symbol} is no size of an argument")
+        index = self._add_int(symbol)
+        if index is None:
+            raise ValueError(f"{symbol} is not known when the call begins")
+        self._known[symbol] = sympy.Symbol(f"i{index}", integer=True, nonnegative=True)
+        return self._known[symbol]
 
 
 # Dynamo --------------------------------------------------------------------------------------------
@@ -161,6 +177,17 @@ class _HandledFunction(VariableTracker):
         return self._handler(tx, *args, **kwargs)
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with Dynamo switched off in it and in what it calls."""
+    wrapped: Callable[..., Any] = torch.compiler.disable(function)
+    return wrapped
+
+
+def skip_frame(function: Any) -> None:
+    """Makes Dynamo leave a function's own frame alone; what it calls in Python is another matter."""
+    skip_code(function.__code__)
+
+
 def trace_calls_with(function: Any, handler: Callable[..., Any]) -> None:
     """Makes Dynamo hand calls of ``function`` to ``handler(tx, *variables)``, which returns a variable.
 
@@ -188,7 +215,7 @@ def node_argument(tx: Any, value: Any, source: Any, function: Callable[[Any], to
 
 def emit_call(tx: Any, operator: Any, arguments: tuple[Any, ...], num_results: int) -> list[Any]:
     """Adds a call of an operator that returns so many tensors; returns their variables."""
-    result = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", operator, arguments, {}))
+    result: Any = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", operator, arguments, {}))
     if num_results == 1:
         return [result]
     return list(result.items) if num_results else []
@@ -207,7 +234,8 @@ def class_call(tx: Any, kind: type, *arguments: Any) -> Any:
 
 def list_of(tx: Any, variable: Any) -> list[Any]:
     """Returns the items of a variable that is a sequence."""
-    return list(python_call(tx, tuple, variable).items)
+    items: Any = python_call(tx, tuple, variable)
+    return list(items.items)
 
 
 def dict_of(tx: Any, variable: Any) -> dict[Any, Any]:
@@ -320,9 +348,19 @@ def example_value(variable: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def on_fake_tensors(tx: Any) -> Iterator[None]:
-    """Runs the block on the trace's fake tensors; real tensors it meets are made fake."""
+    """Runs the block on the trace's fake tensors; real tensors it meets are made fake.
+
+    In inference mode, where nothing records: real tensors may have been made in it, and can be written nowhere
+    else.
+    """
     mode = tx.fake_mode
-    with preserve_rng_state(), mode, _allowing_real_inputs(mode), mode.shape_env.ignore_fresh_unbacked_symbols():
+    with (
+        torch.inference_mode(not torch.is_grad_enabled()),
+        preserve_rng_state(),
+        mode,
+        _allowing_real_inputs(mode),
+        mode.shape_env.ignore_fresh_unbacked_symbols(),
+    ):
         yield
 
 
@@ -334,6 +372,15 @@ def _allowing_real_inputs(mode: Any) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def proxy_of_symbol(tx: Any, symbol: Any) -> Any:
+    """Returns the node that gives a symbol's value in the graph, or None."""
+    bound = tx.output.current_tracer.bound_symbols
+    proxy = bound.get(symbol)
+    if isinstance(proxy, LazyProxy):
+        proxy = bound[symbol] = proxy()
+    return proxy
 
 
 def traced_nodes(tx: Any) -> list[Any]:
