@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.fx.node import map_arg
 
 from sgl_piecewise.runtime.mark import MarkedFunction, use_capture
 from sgl_piecewise.runtime.mark_operator import is_marked_call
@@ -57,23 +57,38 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Any:
 
 
 def graph_text(gm: GraphModule) -> str:
-    """Writes a module as text: one node a line, then each piece."""
-    lines = [_node_text(node) for node in gm.graph.nodes]
+    """Writes a module as text: one node a line, values numbered, then each piece.
+
+    Names that Dynamo gives differ between versions.
+    """
+    lines = _graph_lines(gm.graph)
     for name, piece in gm.named_children():
         if isinstance(piece, GraphModule):
             lines.append(f"{name}:")
-            lines += [f"  {_node_text(node)}" for node in piece.graph.nodes]
+            lines += [f"  {line}" for line in _graph_lines(piece.graph)]
     return "\n".join(lines)
 
 
-def _node_text(node: Any) -> str:
-    if node.op == "placeholder":
-        return f"{node.name} = input"
-    arguments = ", ".join(
-        [str(value) for value in node.args] + [f"{key}={value}" for key, value in node.kwargs.items()]
-    )
-    if node.op == "output":
-        return f"return {node.args[0]}"
-    target = str(node.target) if isinstance(node.target, str) else node.target.__name__
-    target = re.sub(r"\.default$", "", target)
-    return f"{node.name} = {target}({arguments})"
+def _graph_lines(graph: Graph) -> list[str]:
+    names = {node: f"v{number}" for number, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda used: _Name(names[used]))
+        shown = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+        target = str(node.target) if isinstance(node.target, str) else node.target.__name__
+        if node.op == "placeholder":
+            lines.append(f"{names[node]} = input")
+        elif node.op == "output":
+            lines.append(f"return {shown}")
+        else:
+            lines.append(f"{names[node]} = {target.removesuffix('.default')}({shown})")
+    return lines
+
+
+class _Name(str):
+    """A string whose repr is itself."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -18,7 +18,7 @@ from sgl_piecewise.runtime.mark_operator import num_handles
 
 from .support import Traces, noted_breaks
 
-Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - the untyped kind is what is tested
+Pair = collections.namedtuple("Pair", "left right")
 
 
 @dataclass
@@ -300,7 +300,7 @@ def test_body_that_cannot_run_on_fake_tensors_asks_for_fake() -> None:
         return torch.from_numpy(x.numpy() * 2)
 
     with pytest.raises(CompileError) as caught:
-        torch.compile(lambda x: through_numpy(x), backend="eager")(X)
+        torch.compile(marked_call(through_numpy), backend="eager")(X)
     assert "@eager_on_graph(fake=lambda x, *args, **kwargs: torch.empty_like(x))" in str(caught.value)
     assert "def " in str(caught.value)
     assert "through_numpy" in str(caught.value)
@@ -326,13 +326,13 @@ def test_host_reads_in_a_body_are_no_matter() -> None:
 @pytest.mark.parametrize(
     ("fake", "body", "what"),
     [
-        (lambda x: torch.empty_like(x), lambda x: x[:2] * 1, r"result: traced \(\(3, 4\)"),
-        (lambda x: torch.empty_like(x), lambda x: x.double(), "float64"),
-        (lambda x: torch.empty_like(x), lambda x: (x + 1, x), "result: traced a leaf, now tuple"),
+        (torch.empty_like, lambda x: x[:2] * 1, r"result: traced \(\(3, 4\)"),
+        (torch.empty_like, lambda x: x.double(), "float64"),
+        (torch.empty_like, lambda x: (x + 1, x), "result: traced a leaf, now tuple"),
         (lambda x: (torch.empty_like(x), 3), lambda x: (x + 1, 4), r"result\[1\]: traced 3, now 4"),
-        (lambda x: torch.empty_like(x), lambda x: x, "shares memory with an argument"),
+        (torch.empty_like, lambda x: x, "shares memory with an argument"),
         (lambda x: x, lambda x: x + 1, "traced tensor argument 0 itself"),
-        (lambda x: torch.empty_like(x), lambda x: None, "traced a tensor, now None"),
+        (torch.empty_like, lambda x: None, "traced a tensor, now None"),
     ],
     ids=["shape", "dtype", "structure", "scalar", "argument", "no argument", "None"],
 )
@@ -341,13 +341,13 @@ def test_fake_that_lies_is_found_when_the_call_runs(
 ) -> None:
     mark = eager_on_graph(fake=fake)(body)
     with pytest.raises(MarkResultError, match=what):
-        torch.compile(lambda x: mark(x), backend="eager")(X)
+        torch.compile(marked_call(mark), backend="eager")(X)
 
 
 def test_strides_that_tracing_was_told_hold() -> None:
     """Compiled code indexes by them."""
-    mark = eager_on_graph(fake=lambda x: torch.empty_like(x))(lambda x: (x.t() + 0.0).t())
-    result = torch.compile(lambda x: mark(x), backend="eager")(X)
+    mark = eager_on_graph(fake=torch.empty_like)(lambda x: (x.t() + 0.0).t())
+    result = torch.compile(marked_call(mark), backend="eager")(X)
     assert result.stride() == (4, 1)
     torch.testing.assert_close(result, X)
 
@@ -370,7 +370,7 @@ def test_autograd_is_refused() -> None:
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(3, 4, requires_grad=True)
         with pytest.raises(CompileError, match="autograd records"):
-            torch.compile(lambda x: total(x), backend="eager")(x)
+            torch.compile(marked_call(total), backend="eager")(x)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
