@@ -93,7 +93,7 @@ class DecoderConfig:
         if num_tokens > self.max_positions:
             raise ConfigError(
                 f"A sequence of {num_tokens} tokens is longer than the {self.max_positions} positions "
-                "that this model was made for. Use a shorter text or smaller sizes."
+                "that this model was made for. Use a shorter text or smaller capture sizes."
             )
 
 

@@ -17,7 +17,7 @@ from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, DeviceUna
 from .config import DecoderConfig
 from .decoder import Decoder
 from .default_model import DEFAULT_MODEL, default_gguf_path
-from .shapes import SHAPES
+from .shapes import SHAPES, named_shape
 from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
 from .weights.gguf import load_gguf, open_gguf
 from .weights.huggingface import load_huggingface
@@ -92,7 +92,7 @@ def load_model(
         tokenizer = tokenizer_from_gguf(file.metadata, origin=str(path))
         return _loaded(load_gguf(file, device=device, dtype=dtype), tokenizer, path.name)
     if len(path.parts) > 1:
-        raise CheckpointError(f"There is no file or folder {path}.")
+        raise CheckpointError(f"There is no file or folder {path}. Check the path, or give a model's name.")
     raise ConfigError(
         f"{name!r} is neither a file or folder here nor a model's name. "
         + nearest(name, [DEFAULT_MODEL, *SHAPES])
@@ -102,7 +102,9 @@ def load_model(
 def _random(
     name: str, *, device: torch.device, dtype: torch.dtype, seed: int, num_layers: int | None
 ) -> LoadedModel:
-    config = SHAPES[name] if num_layers is None else SHAPES[name].with_num_layers(num_layers)
+    config = named_shape(name)
+    if num_layers is not None:
+        config = config.with_num_layers(num_layers)
     model = random_decoder(config, device=device, dtype=dtype, seed=seed)
     return _loaded(model, None, f"{name} shape with random weights (seed {seed})")
 

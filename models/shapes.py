@@ -12,7 +12,7 @@ from .rope import Llama3Scaling, RopeConfig
 
 
 def _qwen3(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, *, tied: bool
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, *, is_tied: bool
 ) -> DecoderConfig:
     return DecoderConfig(
         architecture="qwen3",
@@ -26,13 +26,13 @@ def _qwen3(
         rms_norm_eps=1e-6,
         max_positions=40960,
         rope=RopeConfig(theta=1e6),
-        has_tied_embeddings=tied,
+        has_tied_embeddings=is_tied,
         has_qk_norm=True,
     )
 
 
 def _llama3(
-    hidden_size: int, intermediate_size: int, num_layers: int, *, head_dim: int, factor: float, tied: bool
+    hidden_size: int, intermediate_size: int, num_layers: int, *, head_dim: int, factor: float, is_tied: bool
 ) -> DecoderConfig:
     scaling = Llama3Scaling(
         factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
@@ -49,7 +49,7 @@ def _llama3(
         rms_norm_eps=1e-5,
         max_positions=131072,
         rope=RopeConfig(theta=5e5, scaling=scaling),
-        has_tied_embeddings=tied,
+        has_tied_embeddings=is_tied,
     )
 
 
@@ -81,7 +81,7 @@ def _qwen25(
     num_kv_heads: int,
     *,
     max_positions: int,
-    tied: bool,
+    is_tied: bool,
 ) -> DecoderConfig:
     return DecoderConfig(
         architecture="qwen2",
@@ -95,7 +95,7 @@ def _qwen25(
         rms_norm_eps=1e-6,
         max_positions=max_positions,
         rope=RopeConfig(theta=1e6),
-        has_tied_embeddings=tied,
+        has_tied_embeddings=is_tied,
         has_qkv_bias=True,
     )
 
@@ -119,14 +119,14 @@ SHAPES: dict[str, DecoderConfig] = {
     "tiny": _TINY,
     "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, 1e5),
     "smollm2-1.7b": _smollm2(2048, 8192, 24, 32, 32, 1.3e5),
-    "qwen2.5-0.5b": _qwen25(151936, 896, 4864, 24, 14, 2, max_positions=32768, tied=True),
-    "qwen2.5-7b": _qwen25(152064, 3584, 18944, 28, 28, 4, max_positions=131072, tied=False),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
-    "llama-3.2-1b": _llama3(2048, 8192, 16, head_dim=64, factor=32.0, tied=True),
-    "llama-3.1-8b": _llama3(4096, 14336, 32, head_dim=128, factor=8.0, tied=False),
+    "qwen2.5-0.5b": _qwen25(151936, 896, 4864, 24, 14, 2, max_positions=32768, is_tied=True),
+    "qwen2.5-7b": _qwen25(152064, 3584, 18944, 28, 28, 4, max_positions=131072, is_tied=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, is_tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, is_tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, is_tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, is_tied=False),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, head_dim=64, factor=32.0, is_tied=True),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, head_dim=128, factor=8.0, is_tied=False),
 }
 """Name to dimensions; ``tiny`` is made up, for tests."""
 

@@ -139,7 +139,7 @@ def _read_tokenizer_json(path: Path) -> Any:
     tokenizers = import_extra("tokenizers", purpose="read tokenizer.json")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as err:
+    except Exception as err:  # the package raises nothing narrower
         raise CheckpointError(f"{path} is damaged or not a tokenizer ({err}). Download it again.") from err
 
 

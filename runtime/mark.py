@@ -51,6 +51,10 @@ class MarkedFunction:
         name: Its qualified name; break lists, reports and errors use it.
         fake: Gives results of the right structure, shapes and dtypes without computing, or None.
         capture_stub: Runs instead of the body while capturing only, or None.
+
+    Raises:
+        ConfigError: Something that should be callable is not, or ``fn`` is a staticmethod or
+            classmethod object.
     """
 
     def __init__(

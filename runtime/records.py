@@ -47,10 +47,10 @@ class BuildRecord:
         strategy: The cell of the grid, for example ``breakable``.
         device: The graph device's name.
         is_emulated: True where the times say nothing about a GPU.
-        segments_launched: Whether closed segments ran while capturing.
+        segments_launched: Whether closed segments ran while capturing (of the size built last).
         total_s: Wall seconds from the call to all sizes ready.
-        phases_s: Wall seconds by phase: ``warm_up``, ``capture``, ``collect_garbage``, ... A phase is
-            named work; what is in none is ``unattributed_s``.
+        phases_s: Wall seconds by phase: ``warm_up``, ``capture``, ``learn_output_shapes``,
+            ``wait_for_device``. A phase is named work; what is in none is ``unattributed_s``.
         sizes: One entry per capture size, in the order captured (largest first).
     """
 
@@ -70,10 +70,15 @@ class BuildRecord:
 
 @dataclass
 class PhaseClock:
-    """Adds up wall time by phase name. Phases do not nest."""
+    """Adds up wall time by phase name. Phases do not nest.
+
+    Attributes:
+        phases_s: Wall seconds so far by phase.
+        started_s: When the clock was made, in seconds of ``time.perf_counter``.
+    """
 
     phases_s: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.perf_counter)
+    started_s: float = field(default_factory=time.perf_counter)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,4 +91,4 @@ class PhaseClock:
 
     def total_s(self) -> float:
         """Returns wall seconds since the clock was made."""
-        return time.perf_counter() - self.started
+        return time.perf_counter() - self.started_s

@@ -91,9 +91,15 @@ def _rebuild(node: Spec, children: list[Any]) -> Any:
         pairs = zip(node.keys, children, strict=True)
         return collections.defaultdict(None, pairs) if kind is collections.defaultdict else kind(pairs)
     if issubclass(kind, tuple) and kind is not tuple:
-        make: Callable[..., Any] | None = getattr(kind, "_make", None)  # named tuple or torch.return_types
+        make = named_tuple_maker(kind)
         return kind(children) if make is None else make(children)
     return kind(children)
+
+
+def named_tuple_maker(kind: type) -> Callable[[Iterable[Any]], Any] | None:
+    """Returns what makes a named tuple of this type from its items; None for other types."""
+    make: Callable[[Iterable[Any]], Any] | None = getattr(kind, "_make", None)
+    return make
 
 
 def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:

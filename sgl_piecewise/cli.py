@@ -28,6 +28,7 @@ from .comparison.options import (
     DEFAULT_CUDA_ROUNDS,
     DEFAULT_STRATEGIES,
     CompareOptions,
+    default_num_rounds,
     default_sizes,
     parse_names,
     parse_sizes,
@@ -109,13 +110,11 @@ def compare(
     """Compare strategies on a model: values against eager first, then times, builds and memory."""
     with _errors_as_messages(traceback):
         torch_device = resolve_device(device)
-        is_cuda = torch_device.type == "cuda"
         sizes = default_sizes(torch_device) if capture_sizes is None else parse_sizes(capture_sizes)
-        default_rounds = DEFAULT_CUDA_ROUNDS if is_cuda else DEFAULT_CPU_ROUNDS
         options = CompareOptions(
             strategies=parse_names(strategies),
             capture_sizes=sizes,
-            num_rounds=default_rounds if rounds is None else rounds,
+            num_rounds=default_num_rounds(torch_device) if rounds is None else rounds,
             num_inputs=inputs,
             num_warm_ups=warm_ups,
             launch_segments=launch_segments,

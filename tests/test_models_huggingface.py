@@ -76,8 +76,9 @@ def test_a_tied_checkpoint_may_hold_the_output_layer_a_second_time(tmp_path: Pat
 
 def test_frequencies_in_an_old_checkpoint_are_ignored(folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    before = logits_of(load(folder), TOKEN_IDS)
     edit_tensors(folder, lambda t: t.update({name: torch.ones(8)}))
-    load(folder)
+    assert torch.equal(logits_of(load(folder), TOKEN_IDS), before)
 
 
 def test_missing_extra_and_misshapen_tensors_are_all_listed_with_both_shapes(folder: Path) -> None:

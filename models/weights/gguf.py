@@ -77,7 +77,7 @@ def open_gguf(path: Path) -> GgufFile:
     """
     gguf = import_extra("gguf", purpose="read GGUF files")
     if not path.is_file():
-        raise CheckpointError(f"There is no file {path}.")
+        raise CheckpointError(f"There is no file {path}. Check the path.")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":

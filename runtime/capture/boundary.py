@@ -1,11 +1,13 @@
 """Boundary buffers at replay: how a break's fresh results get where captured code reads them.
 
-Ownership (design 5.4). The captured code gets tensors that own their boundary memory, so the
-memory lives exactly as long as captured code holds it and is reused afterwards, in this size and
-in smaller ones. `BreakOutputs` keeps non-owning aliases only. Those stay valid because the
-recording's graphs hold the pool, and the pool never gives its memory back to the device before.
+Ownership (``docs/capture-semantics.md``, point 4). The captured code gets tensors that own their
+boundary memory, so the memory lives exactly as long as captured code holds it and is reused
+afterwards, in this size and in smaller ones. `BreakOutputs` keeps non-owning aliases only. Those
+stay valid because the recording's graphs hold the pool, and the pool never gives its memory back to
+the device before.
 
-How the buffers come to be is in `placement`. This module must not know of sessions or devices.
+How the buffers come to be is in `placement`. This module must not know of sessions, or of a device
+beyond a copy whose source can be set.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from .. import tree
 from ..errors import BreakMismatchError
 from .device import SettableCopy
+from .extents import bytes_of, is_plain_memory, lazy_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,27 +241,12 @@ class BreakOutputs:
         )
 
 
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are its bytes, in order: what a plain memory copy can move."""
-    return (
-        bool(tensor.numel())
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.dtype.is_complex  # which may be conjugated lazily
-    )
-
-
 def _is_in_place(plan: LeafPlan, value: torch.Tensor) -> bool:
     return (
         value.data_ptr() == plan.address
         and value.stride() == plan.stride
         and lazy_bits(value) == plan.lazy_bits
     )
-
-
-def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Returns whether the tensor is lazily conjugated, and lazily negated."""
-    return tensor.is_conj(), tensor.is_neg()
 
 
 def _lazy_change(plan: LeafPlan, value: torch.Tensor) -> str:
@@ -281,10 +269,3 @@ def _same_baked(captured: Any, now: Any) -> bool:
     if isinstance(captured, float) and math.isnan(captured):
         return math.isnan(now)
     return bool(captured == now)
-
-
-def bytes_of(tensor: torch.Tensor, address: int, num_bytes: int) -> torch.Tensor:
-    """Views ``num_bytes`` of the tensor's storage from ``address`` on (uint8)."""
-    storage = tensor.untyped_storage()
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(storage, address - storage.data_ptr(), (num_bytes,), (1,))

@@ -14,7 +14,7 @@ import torch
 from ..errors import CaptureError, ConfigError, ReplayError
 from .cuda_device import CaptureErrorMode, CudaDevice, CudaPool
 from .device import GraphDevice, GraphPool
-from .devices import graph_device_for
+from .devices import graph_device_for, refuse_other_device
 from .recording import Recording
 from .session import CaptureSession
 from .statics import StaticTensor, StaticTensors
@@ -71,7 +71,7 @@ class BreakableCUDAGraphCapture:
         pool: A `GraphPool`, a handle from ``torch.cuda.graph_pool_handle()``, or None for a new pool.
         stream: Capture stream; the pool's own if None. One stream for all captures of a pool, or
             their memory is not shared.
-        device: Graph device or PyTorch device; CUDA where there is one, else emulated.
+        device: Graph device or PyTorch device; the pool's, or CUDA where there is one, else emulated.
         capture_error_mode: As in ``torch.cuda.CUDAGraph.capture_begin``; used with a new pool.
         launch_segments: Whether closed segments run while capturing (see `CaptureSession`).
         static_tensors: Tensors whose addresses are checked on the first replay, or callables that
@@ -127,21 +127,35 @@ def _pool_for(
     error_mode: CaptureErrorMode,
 ) -> GraphPool:
     if isinstance(pool, GraphPool):
-        if stream is not None and isinstance(pool, CudaPool) and pool.stream != stream:
-            raise ConfigError(
-                "stream differs from the pool's capture stream. Blocks of a graph pool belong to a stream: "
-                "leave stream out, or give the pool that stream."
-            )
-        return pool
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    graph_device = device if isinstance(device, GraphDevice) else graph_device_for(device)
-    if isinstance(graph_device, CudaDevice):
-        if pool is not None:
-            return graph_device.pool_for(pool, stream)
-        return CudaPool(graph_device, stream=stream, error_mode=error_mode)
-    if pool is not None or stream is not None:
+        if device is not None:
+            refuse_other_device(pool, graph_device_for(device))
+        found = pool
+    else:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        found = _pool_on(graph_device_for(device), pool, stream, error_mode)
+    if stream is None:
+        return found
+    if not isinstance(found, CudaPool):
+        raise ConfigError(f"Capture streams belong to CUDA; on {found.device.name} leave stream out.")
+    if found.stream != stream:
         raise ConfigError(
-            f"pool handles and streams belong to CUDA; on {graph_device.name} pass a GraphPool or nothing."
+            "stream differs from the pool's capture stream. Blocks of a graph pool belong to a stream: "
+            "leave stream out, or give the pool that stream."
         )
-    return graph_device.new_pool()
+    return found
+
+
+def _pool_on(
+    device: GraphDevice,
+    handle: tuple[int, int] | None,
+    stream: torch.cuda.Stream | None,
+    error_mode: CaptureErrorMode,
+) -> GraphPool:
+    if not isinstance(device, CudaDevice):
+        if handle is not None:
+            raise ConfigError(f"Pool handles belong to CUDA; on {device.name} pass a GraphPool or nothing.")
+        return device.new_pool()
+    if handle is not None:
+        return device.pool_for(handle, stream, error_mode)
+    return CudaPool(device, stream=stream, error_mode=error_mode)

@@ -19,10 +19,11 @@ from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
 from .autograd import refuse_history
 from .device import GraphPool
+from .extents import share_bytes
 from .recording import Recording
 from .session import CaptureMode, CaptureSession
 from .sizes import ShapeKey, padded_size
-from .static_inputs import StaticInputs, share_bytes
+from .static_inputs import StaticInputs
 from .static_outputs import OutputCut
 from .statics import StaticTensors
 
@@ -30,9 +31,10 @@ _logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
 
+# Why a call ran eager: the keys of ``CapturedCallable.fallbacks``.
 SIZE_OVER_LARGEST = "size_over_largest"
 SIZE_ZERO = "size_zero"
-NO_GRAPH = "no_graph_for_size"
+NO_GRAPH = "no_graph_for_size"  # its capture ran out of memory, or `reset` was called
 UNCUTTABLE_OUTPUT = "output_cannot_be_cut"
 ALIASED_INPUTS = "written_inputs_share_memory"
 AUTOGRAD_INPUTS = "inputs_require_grad"
@@ -53,10 +55,20 @@ class _MarkObserver:
 class CapturedCallable:
     """What ``capture`` returns; called like the function it was made from.
 
+    Args:
+        fn: The function, or a mark around it in debug mode.
+        inputs: Its input buffers.
+        strategy: For reports: ``full``, ``breakable`` or ``debug``.
+        mode: How sessions capture.
+        copy_outputs: Whether calls return copies; else graph-owned tensors.
+        sizes: Ascending capture sizes; None where all shapes are fixed.
+        pool: The graph pool of all sizes.
+        statics: Tensors whose addresses must hold.
+
     Attributes:
         pool: The graph pool of all sizes.
-        recordings: One per captured size.
-        build: What it took.
+        recordings: One per captured size, largest first.
+        build: What it took; None until `build_all` is done.
         fallbacks: Calls that ran eager, by reason.
     """
 
@@ -95,6 +107,9 @@ class CapturedCallable:
 
         Raises:
             InputMismatchError: Arguments do not fit the captured ones.
+            BreakMismatchError: A marked function returned something of another form.
+            MovedAddressError: On the first replay of a size, a static tensor is not where it was.
+            CaptureError: Called while this thread captures, or inside a replay on the same pool.
         """
         real, values = self._inputs.real_size(args, kwargs)
         padded = self.padded_size(real) if real is not None else None
@@ -179,7 +194,18 @@ class CapturedCallable:
     def build_all(
         self, *, launch_segments: bool | None, num_warm_ups: int, on_progress: ProgressCallback | None
     ) -> None:
-        """Warms up and captures every size, largest first; called once, by ``capture``."""
+        """Warms up and captures every size, largest first; called once, by ``capture``.
+
+        A size whose capture runs out of memory is left out, and its record says so.
+
+        Args:
+            launch_segments: Whether closed segments run while capturing; None as `capture` says.
+            num_warm_ups: Forwards per size before its capture.
+            on_progress: Called with (phase, done, total).
+
+        Raises:
+            CaptureError: The function cannot be captured; graphs made so far are freed.
+        """
         clock = PhaseClock()
         device = self.pool.device
         sizes: list[int | None] = [None] if self._sizes is None else list(reversed(self._sizes))
@@ -223,7 +249,7 @@ class CapturedCallable:
         try:
             with clock.phase("warm_up"):
                 marks = self._warm_up(size, num_warm_ups)
-            launched = _needs_launching(marks) if launch_segments is None else launch_segments
+            launched = self._needs_launching(marks) if launch_segments is None else launch_segments
             used, reserved = device.used_bytes(), device.allocator_reserved_bytes()
             with clock.phase("capture"):
                 recording = self._capture(key, launched)
@@ -249,6 +275,12 @@ class CapturedCallable:
         _logger.warning("%s: no graph for %s, it will run eager (%s)", self, key, reason)
         self.pool.device.release_cached_memory()
         return reason
+
+    def _needs_launching(self, marks: list[MarkedFunction]) -> bool:
+        """Whether a body will run while capturing, and so must find its inputs computed."""
+        return self._mode == "breakable" and any(
+            mark.capture_stub is None and mark.fake is None for mark in marks
+        )
 
     def _warm_up(self, size: int | None, num_warm_ups: int) -> list[MarkedFunction]:
         """Runs the forward on the capture stream; returns the marks it met.
@@ -296,7 +328,3 @@ class CapturedCallable:
             with self.pool.exclusive("capture"), self.pool.on_capture_stream():
                 self._cut.learn(largest - 1, self._fn(*args, **kwargs))
         self._cut.dims()
-
-
-def _needs_launching(marks: list[MarkedFunction]) -> bool:
-    return any(mark.capture_stub is None and mark.fake is None for mark in marks)

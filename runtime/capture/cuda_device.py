@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ from . import cuda_runtime
 from .cuda_graph import CudaGraph, generators_in_use
 from .cuda_streams import StreamTracker, watch_streams
 from .device import GraphDevice, GraphPool, PoolMemory
+from .user_code import raising_user_line
 
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
@@ -41,6 +41,14 @@ class CudaPool(GraphPool):
         stream: The capture stream; a new one if None.
         error_mode: What CUDA forbids to other threads while capturing; ``thread_local`` nothing.
         generators: Further random generators that captured code draws from (the default one is known).
+
+    Attributes:
+        handle: The allocator's handle; renewed when a pool that made its own is used again after its
+            last graph was freed.
+        num_graphs: Graphs that use its memory.
+        stream: The capture stream.
+        tracker: Follows forks and joins while capturing.
+        runtime: CUDA calls without a Python name; None where the libraries are missing.
     """
 
     def __init__(
@@ -216,10 +224,12 @@ class CudaDevice(GraphDevice):
     Args:
         device: ``cuda`` or ``cuda:N``; the current device if no index is given.
         sets_copy_sources: Whether boundary copies are nodes of the graphs, whose source replay sets. That
-            costs the host a third less per break than a copy between graphs, and the device a little more
-            (docs/decisions): for forwards that the host cannot keep fed.
+            costs the host less per break than a copy between graphs, and device time and host memory
+            more (``docs/decisions/0007-copies-between-graphs.md``): for forwards that the host cannot
+            keep fed.
 
     Raises:
+        ConfigError: ``device`` is not a CUDA device.
         DeviceUnavailableError: PyTorch sees no CUDA device, or not this one.
     """
 
@@ -228,7 +238,9 @@ class CudaDevice(GraphDevice):
     def __init__(self, device: torch.device | str = "cuda", *, sets_copy_sources: bool = False) -> None:
         asked = torch.device(device)
         if asked.type != "cuda":
-            raise ConfigError(f"CudaDevice needs a cuda device, got {asked}.")
+            raise ConfigError(
+                f"CudaDevice needs a cuda device, got {asked}; graph_device_for({str(asked)!r}) finds what serves it."
+            )
         if not torch.cuda.is_available():
             raise DeviceUnavailableError(
                 f"{asked} was asked for, but PyTorch {torch.__version__} sees no CUDA device on this machine. "
@@ -237,7 +249,8 @@ class CudaDevice(GraphDevice):
         index = torch.cuda.current_device() if asked.index is None else asked.index
         if index >= torch.cuda.device_count():
             raise DeviceUnavailableError(
-                f"cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices."
+                f"cuda:{index} was asked for, but there are {torch.cuda.device_count()} CUDA devices; "
+                "they count from cuda:0 (and CUDA_VISIBLE_DEVICES may hide some)."
             )
         self.torch_device = torch.device("cuda", index)
         self.sets_copy_sources = sets_copy_sources
@@ -250,11 +263,22 @@ class CudaDevice(GraphDevice):
     def new_pool(self) -> CudaPool:
         return CudaPool(self)
 
-    def pool_for(self, handle: tuple[int, int], stream: torch.cuda.Stream | None = None) -> CudaPool:
-        """Returns the pool of a handle from ``torch.cuda.graph_pool_handle()``, the same each time."""
+    def pool_for(
+        self,
+        handle: tuple[int, int],
+        stream: torch.cuda.Stream | None = None,
+        error_mode: CaptureErrorMode = "thread_local",
+    ) -> CudaPool:
+        """Returns the pool of a handle from ``torch.cuda.graph_pool_handle()``, the same each time.
+
+        Args:
+            handle: The handle.
+            stream: Capture stream of a pool that is made now; an older one keeps its own.
+            error_mode: As of `CudaPool`, likewise.
+        """
         pool = self._pools.get(handle)
         if pool is None:
-            pool = CudaPool(self, handle=handle, stream=stream)
+            pool = CudaPool(self, handle=handle, stream=stream, error_mode=error_mode)
             self._pools[handle] = pool
         return pool
 
@@ -272,9 +296,9 @@ class CudaDevice(GraphDevice):
         if "captur" not in lowered:
             return None
         return CaptureForbiddenError(
-            f"Captured code did what CUDA cannot record{_user_line(error)}: {text.splitlines()[0]}. Usual causes are a "
-            "host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable host memory. Put the "
-            "call into a function marked @eager_on_graph, or do it before the forward."
+            f"Captured code did what CUDA cannot record at {raising_user_line(error)}: {text.splitlines()[0]}. "
+            "Usual causes are a host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable "
+            "host memory. Put the call into a function marked @eager_on_graph, or do it before the forward."
         )
 
     def synchronize(self) -> None:
@@ -289,11 +313,3 @@ class CudaDevice(GraphDevice):
 
     def allocator_reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device)
-
-
-def _user_line(error: BaseException) -> str:
-    """Names the innermost source line that is neither PyTorch's nor this library's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/torch/" not in frame.filename and "/runtime/capture/" not in frame.filename:
-            return f" at {frame.filename}:{frame.lineno} ({frame.line})"
-    return ""

@@ -27,7 +27,14 @@ _EMPTY_GRAPH_WARNING = "The CUDA Graph is empty"
 
 
 class CudaGraph(DeviceGraph):
-    """One ``torch.cuda.CUDAGraph``."""
+    """One ``torch.cuda.CUDAGraph``.
+
+    Args:
+        pool: Where it gets its memory; counts the graphs that use it.
+
+    Attributes:
+        held_sources: Sources of copies for the next launch, which lets go of them.
+    """
 
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
@@ -149,15 +156,17 @@ class CudaCopy(SettableCopy):
         self._fixed_source = source if node is None else None
 
     def setter(self) -> Callable[[torch.Tensor], None]:
-        if self._fixed_source is not None or self._node is None:
-            assert self._fixed_source is not None
-            write = self._fixed_source.copy_
-            return lambda source: (write(source), None)[1]
+        if self._node is None:
+            return self._write_fixed_source
         runtime = cuda_runtime.load()
-        assert runtime is not None
+        assert runtime is not None, "a node was found with it"
         return cuda_runtime.copy_setter(
             runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
         )
+
+    def _write_fixed_source(self, source: torch.Tensor) -> None:
+        assert self._fixed_source is not None, "kept where there is no node"
+        self._fixed_source.copy_(source)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,16 @@
-"""Three CUDA calls that PyTorch has no Python name for, through ctypes.
+"""CUDA calls that PyTorch has no Python name for, through ctypes.
 
-They cut the host's cost of a break: setting the source of a copy node takes a third of a ``copy_``,
+They cut the host's cost of a break: setting the source of a copy node costs less than a ``copy_``,
 and launching a graph here skips PyTorch's look at random generators, which only graphs that draw
-random numbers need. Everything is optional: without the library `load` returns None and the
-callers use PyTorch's own calls.
+random numbers need. Everything is optional: without the libraries `load` returns None and the
+callers use PyTorch's own calls. This module must not know what is copied or launched.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ _NODE_TYPE_MEMCPY = 1
 _CAPTURE_ACTIVE = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CudaRuntime:
     """Entry points of the CUDA runtime and driver that this process uses already.
 
@@ -62,12 +63,19 @@ class CudaRuntime:
     def check(self, error: int, what: str) -> None:
         """Raises if a call failed.
 
+        Args:
+            error: What the call returned; 0 is success.
+            what: What it was to do, completing "CUDA refused to ...".
+
         Raises:
             ReplayError: Names the call and CUDA's error.
         """
         if error:
             name = (self.error_name(error) or b"unknown").decode()
-            raise ReplayError(f"CUDA refused to {what}: {name} (error {error}).")
+            raise ReplayError(
+                f"CUDA refused to {what}: {name} (error {error}). CUDA reports errors late: run again with "
+                "CUDA_LAUNCH_BLOCKING=1 or debug=True to see which work failed."
+            )
 
 
 @functools.cache
@@ -90,12 +98,18 @@ def load() -> CudaRuntime | None:
     node_type.argtypes = [pointer, pointer]
     error_name = runtime.cudaGetErrorName
     error_name.argtypes, error_name.restype = [ctypes.c_int], ctypes.c_char_p
-    return CudaRuntime(launch, set_copy, capture_info, node_type, error_name)
+    return CudaRuntime(
+        launch=launch,
+        set_copy=set_copy,
+        capture_info=capture_info,
+        node_type=node_type,
+        error_name=error_name,
+    )
 
 
 def copy_setter(
     runtime: CudaRuntime, executable: int, node: int, target: torch.Tensor, held: list[torch.Tensor]
-) -> Any:
+) -> Callable[[torch.Tensor], None]:
     """Returns a function that makes a copy node read from a given tensor at the next launches.
 
     Launches under way are not affected (CUDA: updates of an executable graph hold for future ones).

@@ -1,10 +1,11 @@
-"""Forks and joins of CUDA streams during a capture (design 5.7).
+"""Forks and joins of CUDA streams during a capture.
 
 A stream enters a capture by waiting for an event recorded in it (a fork) and has to be waited for
 before the graph ends (a join). The streams of a capture cannot be listed, so the events are
 watched: while a capture scope is open, ``torch.cuda.Event.record`` and ``wait`` of the capturing
 thread go through a `StreamTracker`. ``Stream.wait_stream``, ``wait_event`` and ``record_event`` end
-up there. A fork made in C++ is not seen here; CUDA itself then refuses to end the capture.
+up there. A fork made in C++ is not seen here; CUDA itself then refuses to end the capture. The
+contract is point 7 of ``docs/capture-semantics.md``. This module must not know of graphs or pools.
 """
 
 from __future__ import annotations

@@ -46,12 +46,20 @@ class DeviceGraph(abc.ABC):
         """
 
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
-        """Records ``target.copy_(source)`` as the first work of the graph; replay sets the source.
+        """Records ``target.copy_(source)`` as work of the graph; replay sets the source.
 
-        Only where the pool ``sets_copy_sources``; call it right after ``begin``. Both are dense and of
-        one shape and type; ``source`` may die afterwards.
+        Only where the pool ``sets_copy_sources``; call it after ``begin``, before any other work.
+
+        Args:
+            target: Dense, in the pool.
+            source: Of the same shape and type; may die afterwards.
+
+        Returns:
+            What sets the source, from the end of the graph on.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no copies with a source to be set")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no copies with a source to be set; ask the pool's sets_copy_sources first"
+        )
 
     @abc.abstractmethod
     def end(self) -> None:
@@ -128,7 +136,16 @@ class Exclusive:
 
 
 class GraphPool(abc.ABC):
-    """Memory, one capture stream and one lock for recordings that are never replayed at once."""
+    """Memory, one capture stream and one lock for recordings that are never replayed at once.
+
+    Args:
+        device: Whose memory it is.
+
+    Attributes:
+        device: The same.
+        lock: Held through `exclusive` from copy-in to copy-out.
+        lock_owner: The thread that holds it, or None.
+    """
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device
@@ -140,6 +157,9 @@ class GraphPool(abc.ABC):
 
         Args:
             purpose: "capture" or "replay", for the error.
+
+        Returns:
+            A context manager.
 
         Raises:
             CaptureError: On entry, this thread holds the pool already (a replay inside an eager

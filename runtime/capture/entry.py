@@ -17,7 +17,7 @@ from ..mark import eager_on_graph
 from .autograd import refuse_history
 from .captured import CapturedCallable, ProgressCallback
 from .device import GraphDevice, GraphPool
-from .devices import graph_device_for
+from .devices import graph_device_for, refuse_other_device
 from .session import CaptureMode, refuse_nested_capture
 from .sizes import validate_capture_sizes
 from .static_inputs import StaticInputs
@@ -58,17 +58,20 @@ def capture(
             the next replay on the same pool.
         capture_sizes: Ascending padded sizes; None captures the example's shapes only.
         dynamic_dims: Argument path to the dimension that follows the size, for example
-            ``{"input_ids": 0}``. Default: dimension 0 of every device tensor that has the largest
-            size there.
-        pad_values: Argument path to what padded rows hold; 0 unless named.
+            ``{"input_ids": 0}``; needs ``capture_sizes``. Default: dimension 0 of every device tensor
+            that has the largest size there.
+        pad_values: Argument path to what padded rows hold; 0 unless named. An argument that is never
+            padded needs none.
         static_tensors: Tensors outside the module that the graphs read in place (KV buffers,
             workspaces), or callables that return the one in use; checked like parameters.
         device: Graph device, or a PyTorch device; the example tensors' device if None.
         pool: Pool to share with other recordings that are never replayed at once.
-        launch_segments: Whether closed segments run while capturing. None launches unless every
-            mark that the warm-up met has a ``capture_stub`` or ``fake``.
+        launch_segments: Whether closed segments run while capturing. None launches where a body
+            will run: in a breakable capture that meets a mark with neither ``capture_stub`` nor
+            ``fake``.
         num_warm_ups: Forwards per size before its capture, at least one.
-        debug: Run the whole forward as one eager segment through the same buffers and replay path.
+        debug: Run the whole forward as one eager segment through the same buffers and replay path,
+            whatever the strategy.
         on_progress: Called with (phase, done, total).
 
     Returns:
@@ -129,9 +132,7 @@ def _device_for(
     arguments: Any,
     module: torch.nn.Module | None,
 ) -> GraphDevice:
-    if isinstance(device, GraphDevice):
-        found = device
-    elif device is not None:
+    if device is not None:
         found = graph_device_for(device)
     elif pool is not None:
         return pool.device
@@ -146,8 +147,6 @@ def _device_for(
                 "Say which with device=."
             )
         found = graph_device_for(next(iter(accelerators), torch.device("cpu")))
-    if pool is not None and pool.device.torch_device != found.torch_device:
-        raise ConfigError(
-            f"The pool is on {pool.device.torch_device}, but the capture is on {found.torch_device}."
-        )
+    if pool is not None:
+        refuse_other_device(pool, found)
     return found

@@ -1,8 +1,8 @@
 """Boundary buffers at capture: the memory that a break's results get.
 
 The one invariant is that captured code sees what eager code would: values, strides, alignment and
-which results share memory. This module must not know of sessions, or of a device beyond a pool's
-``allocate``.
+which results share memory. This module must not know of sessions, or of a device beyond what a
+pool allocates and whether its graphs can copy for themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 
 from .. import torch_private, tree
 from ..errors import CaptureError
-from .boundary import BreakOutputs, LeafPlan, SharedMemory, bytes_of, is_plain_memory, lazy_bits
+from .autograd import refuse_history
+from .boundary import BreakOutputs, LeafPlan, SharedMemory
 from .device import GraphPool
+from .extents import bytes_of, is_plain_memory, lazy_bits, overlaps_itself, span_bytes
 from .statics import StaticTensors
 
 # A boundary keeps the address of its source modulo this, since kernels choose code by alignment
@@ -112,18 +114,9 @@ def place_result(
     staged: list[StagedLeaf] = []
     for indices in by_storage.values():
         sources = [leaves[index] for index in indices]
-        owners, memory = _allocate_boundary(sources, pool)
-        if memory is not None:
-            start = min(source.data_ptr() for source in sources)
-            memory.copy_(bytes_of(sources[0], start, memory.numel()))
-        elif pool.sets_copy_sources and is_plain_memory(sources[0]):
-            staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
-            if is_launched:
-                staging.copy_(sources[0])
+        owners, memory, staging = _filled_boundary(sources, pool, is_launched)
+        if staging is not None:
             staged.append(StagedLeaf(leaf_index=indices[0], target=owners[0], source=staging))
-        else:
-            for source, owner in zip(sources, owners, strict=True):
-                owner.copy_(source)
         for index, source, owner in zip(indices, sources, owners, strict=True):
             plans[index] = _tensor_plan(names[index], owner, target=torch_private.alias_without_owning(owner))
             placed[index] = owner
@@ -176,25 +169,31 @@ def _refuse_unusable(leaf: torch.Tensor, path: str, mark_name: str, where: str) 
             f"Break {mark_name!r} ({where}) returned a {leaf.layout} tensor at {path}; only strided tensors "
             "have one address. Convert it inside the marked function."
         )
-    if leaf.requires_grad and torch.is_grad_enabled():
-        raise CaptureError(
-            f"Break {mark_name!r} ({where}) returned a tensor that requires grad at {path}. Graphs hold "
-            "no autograd history; capture under torch.inference_mode() or torch.no_grad()."
-        )
+    refuse_history(leaf, f"{path} of break {mark_name!r} ({where})")
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two indices of the tensor may name one element (expanded or overlapping strides)."""
-    if tensor.is_contiguous():
-        return False
-    expected = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride <= expected:
-            return True
-        expected += (size - 1) * stride
-    return False
+def _filled_boundary(
+    sources: list[torch.Tensor], pool: GraphPool, is_launched: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+    """Allocates and fills one boundary memory for leaves of one storage.
+
+    Returns:
+        One owning tensor per leaf; the bytes that are copied at once, or None; and where the leaf waits
+        for the next graph to copy it, or None where it is copied already.
+    """
+    owners, memory = _allocate_boundary(sources, pool)
+    if memory is not None:
+        start = min(source.data_ptr() for source in sources)
+        memory.copy_(bytes_of(sources[0], start, memory.numel()))
+    elif pool.sets_copy_sources and is_plain_memory(sources[0]):
+        staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
+        if is_launched:
+            staging.copy_(sources[0])
+        return owners, None, staging
+    else:
+        for source, owner in zip(sources, owners, strict=True):
+            owner.copy_(source)
+    return owners, memory, None
 
 
 def _allocate_boundary(
@@ -208,19 +207,12 @@ def _allocate_boundary(
     if not sources[0].numel():
         return [torch.empty_like(source) for source in sources], None
     start = min(source.data_ptr() for source in sources)
-    span = max(source.data_ptr() + _span_bytes(source) for source in sources) - start
+    span = max(source.data_ptr() + span_bytes(source) for source in sources) - start
     lead = start % _ALIGNMENT_KEPT_BYTES
     memory = pool.allocate(lead + span)
     owners = [_view(memory, source, lead + source.data_ptr() - start) for source in sources]
-    is_plain = len(sources) == 1 and not _overlaps_itself(sources[0])
+    is_plain = len(sources) == 1 and not overlaps_itself(sources[0])
     return owners, None if is_plain else memory[lead:]
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.numel() * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def _view(memory: torch.Tensor, like: torch.Tensor, offset_bytes: int) -> torch.Tensor:

@@ -43,6 +43,14 @@ class FrozenArguments:
     later segments may reuse the memory after this call, in replay as in capture. Tensors outside
     the pool are held. Lists and dicts are taken as they were at the call and handed out fresh at
     every replay, so a body that fills one starts from the same contents each time.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments.
+        pool: The pool being captured on.
+
+    Attributes:
+        storages: Addresses of the storages of all strided tensors among them.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool) -> None:
@@ -62,7 +70,7 @@ class FrozenArguments:
         if kind is tuple:
             return tuple(self._freeze(item) for item in value)
         if isinstance(value, tuple):
-            make: Callable[..., Any] | None = getattr(kind, "_make", None)
+            make = tree.named_tuple_maker(kind)
             return value if make is None else make([self._freeze(item) for item in value])
         if kind is list:
             self._has_mutable = True
@@ -100,7 +108,7 @@ def _fresh_containers(value: Any) -> Any:
     if kind is tuple:
         return tuple(_fresh_containers(item) for item in value)
     if isinstance(value, tuple):
-        make: Callable[..., Any] | None = getattr(kind, "_make", None)
+        make = tree.named_tuple_maker(kind)
         return value if make is None else make([_fresh_containers(item) for item in value])
     return value
 
@@ -109,6 +117,10 @@ class ContainerWatch:
     """Notices a body that hands tensors back by filling a list or dict it was given.
 
     Captured code would go on with what it found there while capturing, for ever.
+
+    Args:
+        args: Positional arguments, before the call.
+        kwargs: Keyword arguments.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class CaptureSession:
 
     Attributes:
         recording: The result, after a block that ended without an exception.
-        launched: Whether segments were launched.
+        is_launching: Whether closed segments are launched.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CaptureSession:
         self.mode = mode
         self.strategy = strategy or mode
         self.key = key or ShapeKey(size=None)
-        self.launched = launch_segments
+        self.is_launching = launch_segments
         self.statics = statics or StaticTensors()
         self.recording: Recording | None = None
         self._segments: list[Segment] = []
@@ -126,7 +126,21 @@ class CaptureSession:
         return None
 
     def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Breaks the capture for one marked call (design 5.1); in full mode captures it."""
+        """Breaks the capture for one marked call; in full mode captures it.
+
+        Args:
+            mark: The marked function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The body's (or its stand-in's) result as captured code may use it: copied leaves own
+            boundary memory, others are the body's own.
+
+        Raises:
+            CaptureError: The call cannot be a break: its result, an argument it changed, autograd,
+                or a mark without a stand-in where nothing is launched. Names the mark.
+        """
         if self.mode == "full":
             return mark.fn(*args, **kwargs)
         # Graph and eager segments alternate, and a graph segment is open.
@@ -144,7 +158,7 @@ class CaptureSession:
                 argument_storages=frozenset(frozen.storages),
                 statics=self.statics,
                 device=self.pool.device.torch_device,
-                is_launched=self.launched,
+                is_launched=self.is_launching,
             )
         watch.check(mark.name, where)
         self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
@@ -171,7 +185,7 @@ class CaptureSession:
         """The marked function's stand-in while capturing, or its body where memory is real."""
         if mark.capture_stub is not None:
             return mark.capture_stub
-        if self.launched:
+        if self.is_launching:
             return mark.fn
         if mark.fake is not None:
             return mark.fake
@@ -195,7 +209,7 @@ class CaptureSession:
             graph.abort()
             raise
         self._segments.append(GraphSegment(graph=graph))
-        if self.launched and graph.num_ops != 0:
+        if self.is_launching and graph.num_ops != 0:
             graph.replay()
 
     def _guard_copy(self, copy: torch.Tensor, origin: str, original: Any) -> None:

@@ -44,16 +44,18 @@ class InputLeaf:
 
 
 class ArgumentBinder:
-    """Maps a call's arguments to a canonical nested value with readable paths."""
+    """Maps a call's arguments to a canonical nested value with readable paths.
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    Args:
+        fn: The function; one without a signature (some builtins) has its arguments taken as they come.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
         target = fn.forward if isinstance(fn, torch.nn.Module) else fn
         try:
             self._signature: inspect.Signature | None = inspect.signature(target)
         except (TypeError, ValueError):
             self._signature = None
-        self.num_args = len(args)
-        self.kwarg_names = tuple(kwargs)
 
     def canonical(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -70,7 +72,9 @@ class ArgumentBinder:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise InputMismatchError(f"The call does not fit the captured function: {error}.") from error
+            raise InputMismatchError(
+                f"The call does not fit the captured function: {error}. Its signature is {self._signature}."
+            ) from error
         return bound.args, bound.kwargs
 
     def leaf_paths(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -100,8 +104,13 @@ class StaticInputs:
             device tensor whose extent there is the largest size.
         pad_values: Leaf path to pad value; 0 where not named.
 
+    Attributes:
+        leaves: One entry per leaf of the arguments, in flattening order.
+        written: Indices of the leaves that a warm-up wrote to.
+
     Raises:
-        ConfigError: An option names no leaf, or the example does not fit the sizes.
+        ConfigError: An option names no leaf or one that it cannot apply to, or the example does not
+            fit the sizes.
     """
 
     def __init__(
@@ -115,7 +124,7 @@ class StaticInputs:
         dynamic_dims: Mapping[str, int] | None,
         pad_values: Mapping[str, int | float | bool] | None,
     ) -> None:
-        self._binder = ArgumentBinder(fn, args, kwargs)
+        self._binder = ArgumentBinder(fn)
         self._device = device
         self._max_size = sizes[-1] if sizes else None
         args, kwargs = self._binder.canonical(args, kwargs)
@@ -131,6 +140,7 @@ class StaticInputs:
             self._make_leaf(path, value, dynamic_dims, (pad_values or {}).get(path, 0))
             for path, value in zip(paths, values, strict=True)
         ]
+        self._refuse_unused(dynamic_dims or {})
         self._are_plain = self._spec.children[0].children == (tree.LEAF,) * len(self.leaves)
         self._dynamic = [index for index, leaf in enumerate(self.leaves) if leaf.dynamic_dim is not None]
         if sizes and not self._dynamic:
@@ -141,6 +151,21 @@ class StaticInputs:
         self._views: dict[int | None, list[Any]] = {}
         self.written: set[int] = set()
 
+    def _refuse_unused(self, dynamic_dims: Mapping[str, int]) -> None:
+        """Raises for a dynamic dimension of what has none."""
+        for leaf in self.leaves:
+            if leaf.path not in dynamic_dims or leaf.dynamic_dim is not None:
+                continue
+            if self._max_size is None:
+                raise ConfigError(
+                    f"dynamic_dims names {leaf.path!r}, but without capture_sizes every shape is fixed. "
+                    "Give capture_sizes, or leave dynamic_dims out."
+                )
+            raise ConfigError(
+                f"dynamic_dims names {leaf.path!r}, but that argument is not a tensor on {self._device}: it is "
+                "baked into the graphs. Pass it as such a tensor, or leave it out of dynamic_dims."
+            )
+
     def _make_leaf(
         self, path: str, value: Any, dynamic_dims: Mapping[str, int] | None, pad_value: int | float | bool
     ) -> InputLeaf:
@@ -148,7 +173,8 @@ class StaticInputs:
             return InputLeaf(path=path, value=value.clone() if isinstance(value, torch.Tensor) else value)
         if value.layout is not torch.strided:
             raise ConfigError(
-                f"Argument {path} has layout {value.layout}; only strided tensors can be captured."
+                f"Argument {path} has layout {value.layout}; only strided tensors can be captured. "
+                "Convert it (`.to_dense()`) before the call."
             )
         dim = self._dynamic_dim(path, value, dynamic_dims)
         _check_pad_value(path, pad_value, value.dtype)
@@ -174,7 +200,10 @@ class StaticInputs:
             return None
         dim = dynamic_dims[path]
         if not -value.dim() <= dim < value.dim():
-            raise ConfigError(f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(value.shape)}.")
+            raise ConfigError(
+                f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(value.shape)}. "
+                "Dimensions count from 0, or backwards from -1."
+            )
         if value.shape[dim] != self._max_size:
             raise ConfigError(
                 f"Argument {path} has {value.shape[dim]} in dynamic dimension {dim}, but the largest capture size is "
@@ -204,7 +233,14 @@ class StaticInputs:
         return leaf.buffer[:num_elements].view(shape)
 
     def real_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | None, Sequence[Any]]:
-        """Checks a call's arguments and returns their real size and leaves.
+        """Checks a call's arguments and finds their size.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The extent along the dynamic dimensions (None where there are none), and the leaves.
 
         Raises:
             InputMismatchError: Structure, dtype, device, a fixed dimension or a baked value differs.
@@ -220,7 +256,8 @@ class StaticInputs:
                 size, sized_by = extent, leaf.path
             elif extent != size:
                 raise InputMismatchError(
-                    f"Arguments disagree about the size: {sized_by} has {size}, {leaf.path} has {extent}."
+                    f"Arguments disagree about the size: {sized_by} has {size}, {leaf.path} has {extent}. All that "
+                    "follow the capture size must have one size; capture with dynamic_dims if one does not follow it."
                 )
         return size, values
 
@@ -233,12 +270,19 @@ class StaticInputs:
         values, spec = tree.flatten((args, dict(kwargs)))
         if spec != self._spec:
             raise InputMismatchError(
-                f"Arguments have another structure than at capture: {tree.difference(self._spec, spec, 'arguments')}."
+                f"Arguments have another structure than at capture: {tree.difference(self._spec, spec, 'arguments')}. "
+                "Call it with the structure of the example arguments, or capture again."
             )
         return values
 
     def copy_in(self, values: Sequence[Any], real_size: int | None, padded_size: int | None) -> None:
-        """Copies checked leaves into the buffers of one size and pads the tail."""
+        """Copies checked leaves into the buffers of one size and pads the tail.
+
+        Args:
+            values: The caller's leaves, from `real_size`.
+            real_size: Their size.
+            padded_size: The capture size whose buffers they go to.
+        """
         for leaf, value, view in zip(self.leaves, values, self._leaf_views(padded_size), strict=True):
             if leaf.buffer is None:
                 continue
@@ -305,20 +349,9 @@ def _check_pad_value(path: str, pad_value: int | float | bool, dtype: torch.dtyp
         return
     limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if not limits[0] <= pad_value <= limits[1] or int(pad_value) != pad_value:
-        raise ConfigError(f"pad_values[{path!r}] is {pad_value!r}, which {dtype} cannot hold.")
-
-
-def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tells whether the byte ranges that two tensors span overlap."""
-    (start, end), (other_start, other_end) = _byte_range(one), _byte_range(other)
-    return start < other_end and other_start < end
-
-
-def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    if not tensor.numel():
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        raise ConfigError(
+            f"pad_values[{path!r}] is {pad_value!r}, which {dtype} cannot hold; name one that it can."
+        )
 
 
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:
@@ -349,12 +382,13 @@ def _check_leaf(leaf: InputLeaf, value: Any) -> int | None:
         return None
     if not isinstance(value, torch.Tensor):
         raise InputMismatchError(
-            f"Argument {leaf.path} is a {type(value).__name__}, but was a tensor at capture."
+            f"Argument {leaf.path} is a {type(value).__name__}, but was a tensor at capture. "
+            "Pass it as a tensor, or capture again."
         )
     if value.dtype != leaf.dtype or value.device != leaf.device:
         raise InputMismatchError(
             f"Argument {leaf.path} is {value.dtype} on {value.device}, "
-            f"but was {leaf.dtype} on {leaf.device} at capture."
+            f"but was {leaf.dtype} on {leaf.device} at capture. Convert it before the call, or capture again."
         )
     shape = value.shape
     if shape == leaf.shape:
@@ -367,7 +401,8 @@ def _check_leaf(leaf: InputLeaf, value: Any) -> int | None:
     ):
         raise InputMismatchError(
             f"Argument {leaf.path} has shape {tuple(value.shape)}, but was captured with "
-            f"({', '.join(str(size) for size in expected)})."
+            f"({', '.join(str(size) for size in expected)}). Only a dimension marked * may differ; give it that "
+            "shape, or capture again."
         )
     assert leaf.dynamic_dim is not None
     return value.shape[leaf.dynamic_dim]

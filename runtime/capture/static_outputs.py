@@ -15,6 +15,9 @@ class OutputCut:
 
     Sizes are given one by one (`learn`); a dimension follows the size if its extent was the size
     every time. An extent that changes in another way cannot be cut: such calls need an exact size.
+
+    Attributes:
+        can_cut: False once `dims` found an output whose extents follow the size in another way.
     """
 
     def __init__(self) -> None:
@@ -25,6 +28,10 @@ class OutputCut:
 
     def learn(self, size: int, outputs: Any) -> None:
         """Takes the outputs of a forward at one size.
+
+        Args:
+            size: The size.
+            outputs: What the forward returned; only shapes are kept.
 
         Raises:
             CaptureError: The outputs' structure depends on the size.
@@ -70,18 +77,28 @@ class OutputCut:
         return changing[0]
 
     def apply(self, outputs: Any, real_size: int | None, padded_size: int | None, *, copy: bool) -> Any:
-        """Returns the outputs cut to the real size; fresh copies, or views of graph memory."""
+        """Cuts outputs to the real size.
+
+        Args:
+            outputs: What the forward returned at the padded size.
+            real_size: Rows that are real; None where all shapes are fixed.
+            padded_size: The capture size that ran; None likewise.
+            copy: Whether tensors are cloned.
+
+        Returns:
+            The same structure; tensors are fresh copies, or views of what was given.
+        """
         if type(outputs) is torch.Tensor:
-            dim = self.dims()[0] if real_size != padded_size else None
-            real = outputs if dim is None or real_size is None else outputs.narrow(dim, 0, real_size)
-            return real.clone() if copy else real
+            return _cut(outputs, self.dims()[0] if real_size != padded_size else None, real_size, copy)
         leaves, spec = tree.flatten(outputs)
         dims = self.dims() if real_size != padded_size else [None] * len(leaves)
-        cut = []
-        for leaf, dim in zip(leaves, dims, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                cut.append(leaf)
-                continue
-            real = leaf if dim is None or real_size is None else leaf.narrow(dim, 0, real_size)
-            cut.append(real.clone() if copy else real)
+        cut = [
+            _cut(leaf, dim, real_size, copy) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
         return tree.unflatten(spec, cut)
+
+
+def _cut(output: torch.Tensor, dim: int | None, real_size: int | None, copy: bool) -> torch.Tensor:
+    real = output if dim is None or real_size is None else output.narrow(dim, 0, real_size)
+    return real.clone() if copy else real

@@ -44,7 +44,10 @@ def num_tokens_of(arguments: tuple[Any, ...]) -> int:
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and argument.dim() > 0:
             return argument.shape[0]
-    raise ConfigError("An input holds no tensor with a token dimension (dim 0), so there is nothing to pad.")
+    raise ConfigError(
+        "An input holds no tensor with a token dimension (dim 0), so there is nothing to pad. Give inputs whose "
+        "first tensor has a row for each token."
+    )
 
 
 def padded_to(arguments: tuple[Any, ...], num_rows: int) -> tuple[Any, ...]:
@@ -144,7 +147,7 @@ def tokens_of_text(text: Text, encode: Callable[[str], Any]) -> tuple[list[int],
     encoded = encode(text.content)
     ids = list(encoded if isinstance(encoded, list) else encoded.ids)
     if not ids:
-        raise ConfigError(f"The tokenizer made no tokens of the text {text.source}.")
+        raise ConfigError(f"The tokenizer made no tokens of the text {text.source}; give another text.")
     return ids, InputFacts(source=text.source, num_tokens=len(ids), is_repeated=False, is_random=False)
 
 

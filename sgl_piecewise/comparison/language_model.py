@@ -6,7 +6,6 @@ attention backend, and the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +51,7 @@ class ModelRequest:
     def __post_init__(self) -> None:
         """Raises ConfigError without token counts."""
         if not self.token_counts:
-            raise ConfigError("There are no token counts to run.")
+            raise ConfigError("There are no token counts to run; give at least one.")
 
 
 def compare_language_model(
@@ -85,7 +84,8 @@ def compare_language_model(
             num_layers=request.num_layers,
             download=request.may_download,
         )
-    _check_positions(loaded, options.capture_sizes)
+    # Positions that the model never saw would give values nobody wants compared.
+    loaded.config.check_length(options.capture_sizes[-1])
     ids, input_facts = _tokens(loaded, request, options)
     input_sets, is_repeated = windows_of_tokens(ids, request.token_counts, options.num_inputs, request.device)
     subject = Subject(
@@ -118,12 +118,3 @@ def _tokens(
         return tokens_of_text(request.text, loaded.tokenizer.encode)
     num_tokens = request.token_counts[-1] + options.num_inputs - 1
     return random_tokens(num_tokens, loaded.config.vocab_size, options.seed)
-
-
-def _check_positions(loaded: LoadedModel, capture_sizes: Sequence[int]) -> None:
-    """A model asked for positions that it never saw would give values nobody wants compared."""
-    if capture_sizes[-1] > loaded.config.max_positions:
-        raise ConfigError(
-            f"The largest capture size is {capture_sizes[-1]}, but {loaded.description} knows "
-            f"{loaded.config.max_positions} positions. Give smaller --capture-sizes."
-        )

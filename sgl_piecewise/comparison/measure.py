@@ -28,7 +28,7 @@ from .candidate import Candidate
 from .checking import Model, check_values
 from .environment import seen_clocks, seen_environment
 from .inputs import InputSet, cut_to, group_by_tokens, padded_to
-from .options import DEFAULT_CPU_ROUNDS, DEFAULT_CUDA_ROUNDS, DEFAULT_STRATEGIES, CompareOptions
+from .options import DEFAULT_STRATEGIES, CompareOptions, default_num_rounds
 from .plain import to_plain
 from .report import Case, ComparisonReport, EagerSweep, InputFacts, ModelFacts
 from .timing import measure_times
@@ -96,14 +96,12 @@ def compare(
     """
     input_sets = group_by_tokens(inputs)
     torch_device = _device_of(input_sets)
-    is_cuda = torch_device.type == "cuda"
-    default_rounds = DEFAULT_CUDA_ROUNDS if is_cuda else DEFAULT_CPU_ROUNDS
     options = CompareOptions(
         strategies=tuple(strategies),
         capture_sizes=tuple(capture_sizes)
         if capture_sizes is not None
         else tuple(inputs_of.num_tokens for inputs_of in input_sets),
-        num_rounds=num_rounds if num_rounds is not None else default_rounds,
+        num_rounds=default_num_rounds(torch_device) if num_rounds is None else num_rounds,
         num_inputs=max(len(inputs_of.inputs) for inputs_of in input_sets),
         num_warm_ups=num_warm_ups,
         launch_segments=launch_segments,

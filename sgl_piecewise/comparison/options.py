@@ -76,7 +76,7 @@ def checked_strategies(names: Iterable[str]) -> tuple[str, ...]:
         if name not in STRATEGIES:
             raise ConfigError(f"Unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
         if given.count(name) > 1:
-            raise ConfigError(f"Strategy {name!r} is named more than once.")
+            raise ConfigError(f"Strategy {name!r} is named more than once; name it once.")
     return (REFERENCE, *(name for name in given if name != REFERENCE))
 
 
@@ -110,7 +110,9 @@ def parse_sizes(text: str, what: str = "capture sizes") -> tuple[int, ...]:
             sizes.append(low)
             continue
         if not 1 <= low <= high:
-            raise ConfigError(f"The range {part.strip()!r} in the {what} must go up from at least 1.")
+            raise ConfigError(
+                f"The range {part.strip()!r} in the {what} must go up from at least 1, as 4..64 does."
+            )
         sizes.extend(size for size in default_capture_sizes(high) if size >= low)
     return validate_capture_sizes(sizes)
 
@@ -120,6 +122,11 @@ def default_sizes(device: torch.device) -> tuple[int, ...]:
     if device.type == "cuda":
         return tuple(default_capture_sizes(DEFAULT_CUDA_LARGEST))
     return DEFAULT_CPU_SIZES
+
+
+def default_num_rounds(device: torch.device) -> int:
+    """Returns the timed rounds of a device: 20 on CUDA, 7 on a CPU."""
+    return DEFAULT_CUDA_ROUNDS if device.type == "cuda" else DEFAULT_CPU_ROUNDS
 
 
 def token_counts_for(capture_sizes: Sequence[int]) -> tuple[int, ...]:

@@ -331,10 +331,15 @@ def report_from_json(text: str) -> ComparisonReport:
     try:
         plain = json.loads(text)
     except json.JSONDecodeError as err:
-        raise ConfigError(f"Not a comparison report: {err}.") from err
+        raise ConfigError(
+            f"Not a comparison report: {err}. Give the file that --json or write_report wrote."
+        ) from err
     found = plain.get("schema") if isinstance(plain, dict) else None
     if found != SCHEMA:
-        raise ConfigError(f"Not a comparison report of this version: schema {found!r}, expected {SCHEMA!r}.")
+        raise ConfigError(
+            f"Not a comparison report of this version: schema {found!r}, expected {SCHEMA!r}. Read it with the "
+            "version that wrote it, or compare again."
+        )
     report: ComparisonReport = from_plain(ComparisonReport, plain)
     return report
 

@@ -7,7 +7,9 @@ import torch
 
 from contract.support import assert_equal, churn, ramp, record
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
+from sgl_piecewise.runtime.capture.cuda_device import CudaPool
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.errors import CaptureError, ConfigError, ReplayError
 from sgl_piecewise.runtime.mark import eager_on_graph
 
@@ -113,5 +115,25 @@ def test_positional_call_shape_with_a_pool_handle_and_a_stream() -> None:
     first.replay()
     second.replay()
     assert_equal([y, z], [(x + 1) * 2, (x + 2) * 2])
-    with pytest.raises(ConfigError, match="stream"):
-        BreakableCUDAGraphCapture(BreakableCUDAGraph(), first.pool(), torch.cuda.Stream())
+    for pool in (first.pool(), handle):
+        with pytest.raises(ConfigError, match="stream"):
+            BreakableCUDAGraphCapture(BreakableCUDAGraph(), pool, torch.cuda.Stream())
+
+
+@pytest.mark.gpu
+def test_pool_and_device_must_agree() -> None:
+    pool = graph_device_for("cpu").new_pool()
+    with pytest.raises(ConfigError, match=r"pool is on cpu.*on cuda"):
+        BreakableCUDAGraphCapture(BreakableCUDAGraph(), pool, device="cuda")
+
+
+@pytest.mark.gpu
+def test_error_mode_reaches_the_pool_that_is_made_for_a_handle() -> None:
+    """It went into new pools without a handle only."""
+    x, graph = torch.arange(4.0, device="cuda"), BreakableCUDAGraph()
+    handle = torch.cuda.graph_pool_handle()
+    with BreakableCUDAGraphCapture(graph, handle, capture_error_mode="relaxed"):
+        double(x + 1)
+    pool = graph.pool()
+    assert isinstance(pool, CudaPool)
+    assert pool.error_mode == "relaxed"

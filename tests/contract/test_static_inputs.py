@@ -323,6 +323,25 @@ def test_options_that_name_no_argument_are_refused(graph_device: GraphDevice) ->
             capture(forward, (x,), device=graph_device, **{"capture_sizes": [2, 4], **options})
 
 
+def test_dynamic_dims_that_would_be_ignored_are_refused(graph_device: GraphDevice) -> None:
+    """A dimension that follows no size, and one of an argument that is baked, were accepted in silence."""
+
+    def forward(tokens: torch.Tensor, factor: float) -> torch.Tensor:
+        return double(tokens) * factor
+
+    example = (ramp(graph_device, 4), 2.0)
+    with pytest.raises(ConfigError, match=r"'tokens'.*capture_sizes"):
+        capture(forward, example, dynamic_dims={"tokens": 0}, device=graph_device)
+    with pytest.raises(ConfigError, match=r"'factor'.*not a tensor"):
+        capture(
+            forward,
+            example,
+            capture_sizes=[2, 4],
+            dynamic_dims={"tokens": 0, "factor": 0},
+            device=graph_device,
+        )
+
+
 @pytest.mark.parametrize(
     ("dtype", "pad"),
     [(torch.int64, float("nan")), (torch.int64, 1.5), (torch.uint8, -1), (torch.int8, 200), (torch.bool, 2)],

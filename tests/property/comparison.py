@@ -11,6 +11,7 @@ import torch
 from sgl_piecewise import capture
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.captured import SIZE_OVER_LARGEST, CapturedCallable
+from sgl_piecewise.runtime.capture.cuda_device import CudaDevice
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.emulated import EmulatedDevice
 from sgl_piecewise.runtime.errors import CaptureError, CaptureForbiddenError, OutsideWriteError
@@ -55,8 +56,8 @@ def check_program(program: Program, device: GraphDevice, coverage: Coverage) -> 
 class _Comparison:
     def __init__(self, program: Program, device: GraphDevice, coverage: Coverage) -> None:
         self._program = program
-        if device.is_emulated:
-            device = EmulatedDevice(sets_copy_sources=program.copies_in_graphs)
+        kind = EmulatedDevice if device.is_emulated else CudaDevice
+        device = kind(sets_copy_sources=program.copies_in_graphs)
         self._device = device
         self._torch_device = device.torch_device
         self._coverage = coverage

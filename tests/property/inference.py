@@ -137,7 +137,7 @@ class Scope:
             if value != operands[0] and kind.roots & target.roots:
                 raise IllegalError("source and target may overlap")
         if target.copied_at is not None:
-            if not self.is_captured or not target.is_exact:
+            if not self.is_captured or not target.is_exact or not target.is_never_empty:
                 raise IllegalError("a write into a copy that may go unnoticed")
             if not self.machine.may_raise:
                 raise IllegalError("this program does not raise")

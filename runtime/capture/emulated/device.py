@@ -20,7 +20,14 @@ from .recorder import Recorder
 from .streams import CAPTURE_STREAM
 from .torch_streams import STREAM_PATCHES, StreamNames, StreamWatch
 
-_SCOPES = threading.local()
+
+class _Scopes(threading.local):
+    """Whether this thread has a capture scope open, on whatever pool."""
+
+    is_open = False
+
+
+_SCOPES = _Scopes()
 
 
 class EmulatedPool(GraphPool):
@@ -48,7 +55,7 @@ class EmulatedPool(GraphPool):
 
     @contextlib.contextmanager
     def capture_scope(self) -> Iterator[None]:
-        if getattr(_SCOPES, "is_open", False) or self._recorder is not None:
+        if _SCOPES.is_open or self._recorder is not None:
             raise CaptureError(
                 "Capture inside capture: this thread, or this pool, is capturing already. Finish the outer "
                 "capture first, or call the inner callable without capturing it."
@@ -117,7 +124,8 @@ class EmulatedDevice(GraphDevice):
 
     Args:
         limit_bytes: What all its pools together may reserve; None for no limit.
-        sets_copy_sources: Boundary copies are part of the graphs, as on CUDA where its runtime is found.
+        sets_copy_sources: Whether boundary copies are part of the graphs, as with this option of
+            `CudaDevice`.
     """
 
     is_emulated = True

@@ -11,9 +11,9 @@ import torch
 from ... import torch_private
 from ...errors import CaptureError, ReplayError
 from ..device import DeviceGraph, SettableCopy
+from ..user_code import current_user_line
 from .recording import Operation
 from .refusals import REFUSALS
-from .rules import user_line
 from .streams import CAPTURE_STREAM
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class EmulatedGraph(DeviceGraph):
         if outer is not None:
             raise outer.invalidate(
                 CaptureError(
-                    f"A graph was replayed at {user_line()} while another one is being recorded. They cannot "
+                    f"A graph was replayed at {current_user_line()} while another one is being recorded. They cannot "
                     "nest; call the captured function's original, or replay in a function marked "
                     "@eager_on_graph on a pool of its own."
                 )

@@ -6,17 +6,13 @@ must do on CUDA: give a value to the host, choose a shape from values, copy from
 
 from __future__ import annotations
 
-import os
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 
 from ...errors import CaptureForbiddenError
+from ..user_code import current_user_line
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_RUNTIME_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _REMEDY = "Put it into a function marked @eager_on_graph, or do it before the capture."
 
 _HOST_SYNC = "it gives a value to the host, which would have to wait for work that is only written down"
@@ -41,20 +37,9 @@ _CHECKS_ERRORS = frozenset(
 _MASK_TYPES = (torch.bool, torch.uint8)
 
 
-def user_line() -> str:
-    """Returns ``file:line`` of the nearest frame that is neither PyTorch's nor this runtime's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH_FOLDER, _RUNTIME_FOLDER, "<")):
-            return f"{filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
-
-
 def forbidden(what: str, why: str, remedy: str = _REMEDY) -> CaptureForbiddenError:
     """Makes the error for something that a graph cannot hold."""
-    return CaptureForbiddenError(f"{what} at {user_line()} cannot be captured: {why}. {remedy}")
+    return CaptureForbiddenError(f"{what} at {current_user_line()} cannot be captured: {why}. {remedy}")
 
 
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

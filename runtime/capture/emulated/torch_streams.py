@@ -15,9 +15,10 @@ import torch
 
 from ... import torch_private
 from ...errors import UnjoinedStreamError
+from ..user_code import current_user_line
 from .patching import Patch, ThreadPatches
 from .recording import Recording
-from .rules import forbidden, user_line
+from .rules import forbidden
 from .streams import CAPTURE_STREAM
 
 
@@ -103,9 +104,10 @@ class StreamWatch:
         if not recording.order.is_member(number):
             raise recording.invalidate(
                 UnjoinedStreamError(
-                    f"Work was issued to {self._names.name(self.current)} at {user_line()} while a graph was being "
-                    "recorded on the capture stream. It was not forked from it, so on CUDA the work would run "
-                    "now and be missing at replay. Fork it in this graph: side.wait_stream(current_stream())."
+                    f"Work was issued to {self._names.name(self.current)} at {current_user_line()} while a graph "
+                    "was being recorded on the capture stream. It was not forked from it, so on CUDA the work "
+                    "would run now and be missing at replay. Fork it in this graph: "
+                    "side.wait_stream(current_stream())."
                 )
             )
         return number
@@ -150,7 +152,7 @@ class StreamWatch:
         if self.recording is not None and self.recording.order.is_member(self._names.number(waiting)):
             raise self.recording.invalidate(
                 UnjoinedStreamError(
-                    f"At {user_line()} {self._names.name(waiting)} waits for {what}, whose work is not part of "
+                    f"At {current_user_line()} {self._names.name(waiting)} waits for {what}, whose work is not part of "
                     "the graph that is being recorded; a replay could not wait for it (CUDA error 905). Fork the "
                     "side stream inside the captured code, or do the wait in a function marked @eager_on_graph."
                 )
