@@ -342,7 +342,7 @@ def _build(tx: Any, spec: tree.Spec, leaves: Any) -> Any:
 
 
 def _is_named(kind: type) -> bool:
-    return getattr(kind, "_make", None) is not None
+    return tree.named_tuple_maker(kind) is not None
 
 
 dynamo.trace_calls_with(trace_marked_call, _trace)
