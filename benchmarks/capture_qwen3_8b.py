@@ -305,7 +305,7 @@ def measure_break_cost(captured: CapturedCallable, full: CapturedCallable) -> di
 
     series: dict[str, list[float]] = {"break": [], "copy_and_check": [], "launch": []}
     with captured.pool.exclusive("replay"):
-        pass
+        captured.pool.order_after_last_use()
     for _ in range(200):
         replay, body, with_copy = host_us(recording.replay), host_us(each(bodies)), host_us(each(receivers))
         one, many = host_us(whole.replay), host_us(each(launches))

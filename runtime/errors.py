@@ -75,17 +75,17 @@ class PieceCompilerUnavailable(MissingExtraError):  # noqa: N818 - says what it 
     """The compiler chosen for the pieces is not on this machine."""
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: object, choices: Iterable[str]) -> str:
     """Returns the tail of an error message for an unknown word.
 
     Args:
-        word: What was given.
+        word: What was given; a word, or something that should have been one.
         choices: What would have been accepted.
 
     Returns:
         A sentence that names the nearest choice (if any is near) and lists all.
     """
     options = sorted(choices)
-    near = difflib.get_close_matches(word, options, n=1)
+    near = difflib.get_close_matches(str(word), options, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}Known: {', '.join(options)}."

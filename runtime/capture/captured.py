@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
 from .autograd import refuse_history
@@ -118,6 +119,7 @@ class CapturedCallable:
             return self._run_eager(reason, args, kwargs)
         recording.refuse_inside_capture()
         with self.pool.exclusive("replay"):
+            self.pool.order_after_last_use()
             self._inputs.copy_in(values, real, padded)
             recording.run()
             if self._inputs.written:
@@ -213,10 +215,12 @@ class CapturedCallable:
         built: list[SizeBuild] = []
         launched = bool(launch_segments)
         try:
-            for index, size in enumerate(sizes):
-                report("capture", index, len(sizes))
-                entry, launched = self._build_size(size, clock, launch_segments, num_warm_ups)
-                built.append(entry)
+            with HeldInterrupts() as interrupts:
+                for index, size in enumerate(sizes):
+                    report("capture", index, len(sizes))
+                    entry, launched = self._build_size(size, clock, launch_segments, num_warm_ups)
+                    built.append(entry)
+                    interrupts.deliver()
             if self._sizes is not None:
                 with clock.phase("learn_output_shapes"):
                     self._learn_from_one_more_size()
@@ -290,16 +294,19 @@ class CapturedCallable:
         """
         observer = _MarkObserver()
         args, kwargs = self._inputs.views(size)
-        with self.pool.exclusive("capture"), self.pool.on_capture_stream():
-            for _ in range(num_warm_ups):
-                before = self._inputs.versions()
-                with use_capture(observer):
-                    outputs = self._fn(*args, **kwargs)
-                self._inputs.note_written(before)
-                refuse_history(outputs, "an output of the captured function")
-                if size is not None:
-                    self._cut.learn(size, outputs)
-                del outputs
+        with self.pool.exclusive("capture"):
+            self.pool.order_after_last_use()
+            with self.pool.on_capture_stream():
+                for _ in range(num_warm_ups):
+                    before = self._inputs.versions()
+                    with use_capture(observer):
+                        outputs = self._fn(*args, **kwargs)
+                    self._inputs.refuse_reshaped(size)
+                    self._inputs.note_written(before)
+                    refuse_history(outputs, "an output of the captured function")
+                    if size is not None:
+                        self._cut.learn(size, outputs)
+                    del outputs
         return observer.marks
 
     def _capture(self, key: ShapeKey, launch_segments: bool) -> Recording:
@@ -325,6 +332,8 @@ class CapturedCallable:
         largest = self._sizes[-1]
         if self._cut.num_sizes < 2 and largest > 1:
             args, kwargs = self._inputs.views(largest - 1)
-            with self.pool.exclusive("capture"), self.pool.on_capture_stream():
-                self._cut.learn(largest - 1, self._fn(*args, **kwargs))
+            with self.pool.exclusive("capture"):
+                self.pool.order_after_last_use()
+                with self.pool.on_capture_stream():
+                    self._cut.learn(largest - 1, self._fn(*args, **kwargs))
         self._cut.dims()

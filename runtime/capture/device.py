@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -106,35 +107,6 @@ class SettableCopy(abc.ABC):
         """Returns ``set_source(tensor)``; ask once the graph has ended. The tensor is kept till the launch."""
 
 
-class Exclusive:
-    """Holds a pool for one thread, ordered after its last use. See `GraphPool.exclusive`."""
-
-    __slots__ = ("_pool", "_purpose")
-
-    def __init__(self, pool: GraphPool, purpose: str) -> None:
-        self._pool = pool
-        self._purpose = purpose
-
-    def __enter__(self) -> None:
-        pool, me = self._pool, threading.get_ident()
-        if pool.lock_owner == me:
-            raise CaptureError(
-                f"{self._purpose} on a graph pool that this thread is already capturing or replaying on. "
-                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
-            )
-        pool.lock.acquire()
-        pool.lock_owner = me
-        try:
-            pool.order_after_last_use()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pool.lock_owner = None
-        self._pool.lock.release()
-
-
 class GraphPool(abc.ABC):
     """Memory, one capture stream and one lock for recordings that are never replayed at once.
 
@@ -149,11 +121,14 @@ class GraphPool(abc.ABC):
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device
-        self.lock = threading.Lock()
-        self.lock_owner: int | None = None
+        self._lock = threading.RLock()
 
-    def exclusive(self, purpose: str) -> Exclusive:
+    def exclusive(self, purpose: str) -> contextlib.AbstractContextManager[Any]:
         """Holds the pool for one capture or one replay, from copy-in to copy-out.
+
+        What it returns is the lock itself: unlike a context manager in Python, an interrupt finds it
+        either held by a block that will release it, or not held. Call ``order_after_last_use`` first
+        in the block.
 
         Args:
             purpose: "capture" or "replay", for the error.
@@ -165,7 +140,17 @@ class GraphPool(abc.ABC):
             CaptureError: On entry, this thread holds the pool already (a replay inside an eager
                 segment of the same pool, or capture inside capture): waiting would never end.
         """
-        return Exclusive(self, purpose)
+        if self.is_held():
+            raise CaptureError(
+                f"{purpose} on a graph pool that this thread is already capturing or replaying on. "
+                "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
+            )
+        return self._lock
+
+    def is_held(self) -> bool:
+        """Whether this thread is capturing or replaying on the pool."""
+        held: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # What Condition asks as well.
+        return held
 
     @property
     def sets_copy_sources(self) -> bool:

@@ -20,12 +20,17 @@ def graph_device_for(device: GraphDevice | torch.device | str) -> GraphDevice:
             device, which is returned as it is.
 
     Raises:
-        ConfigError: A device type that neither serves.
+        ConfigError: No device, or a type that neither serves.
         DeviceUnavailableError: CUDA was asked for where there is none.
     """
     if isinstance(device, GraphDevice):
         return device
-    asked = torch.device(device)
+    try:
+        asked = torch.device(device)
+    except (TypeError, RuntimeError) as err:
+        raise ConfigError(
+            f"{device!r} is no device; use 'cuda', 'cuda:N', or 'cpu' for emulated capture."
+        ) from err
     if asked.type == "cuda" and asked.index is None and torch.cuda.is_available():
         asked = torch.device("cuda", torch.cuda.current_device())
     return _graph_device(asked)

@@ -85,12 +85,17 @@ def capture(
     written in place are written back.
     """
     refuse_nested_capture()
+    _check_call(fn, example_args, example_kwargs)
     if strategy not in CAPTURE_STRATEGIES:
         raise ConfigError(f"Unknown strategy {strategy!r}. {nearest(strategy, CAPTURE_STRATEGIES)}")
     if outputs not in OUTPUT_MODES:
         raise ConfigError(f"Unknown outputs mode {outputs!r}. {nearest(outputs, OUTPUT_MODES)}")
-    if num_warm_ups < 1:
-        raise ConfigError(f"num_warm_ups is {num_warm_ups}; at least one forward must run before a capture.")
+    if type(num_warm_ups) is not int or num_warm_ups < 1:
+        raise ConfigError(
+            f"num_warm_ups is {num_warm_ups!r}; at least one forward must run before a capture."
+        )
+    if pool is not None and not isinstance(pool, GraphPool):
+        raise ConfigError(f"pool must be a GraphPool (captured.pool), got {type(pool).__name__}.")
     sizes = None if capture_sizes is None else validate_capture_sizes(capture_sizes)
     kwargs = dict(example_kwargs or {})
     module = _module_of(fn)
@@ -119,6 +124,19 @@ def capture(
     )
     captured.build_all(launch_segments=launch_segments, num_warm_ups=num_warm_ups, on_progress=on_progress)
     return captured
+
+
+def _check_call(fn: Any, example_args: Any, example_kwargs: Any) -> None:
+    """Refuses what would be taken apart into other arguments than the caller meant."""
+    if not callable(fn):
+        raise ConfigError(f"capture takes a function or module, got {type(fn).__name__}.")
+    if not isinstance(example_args, tuple | list):
+        raise ConfigError(
+            f"example_args must be a tuple of positional arguments, got {type(example_args).__name__}. Write (x,) "
+            "for one argument; keyword arguments go into example_kwargs."
+        )
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise ConfigError(f"example_kwargs must map names to arguments, got {type(example_kwargs).__name__}.")
 
 
 def _module_of(fn: Callable[..., Any]) -> torch.nn.Module | None:

@@ -25,7 +25,8 @@ from .statics import StaticTensors
 # and another choice may round differently.
 _ALIGNMENT_KEPT_BYTES = 16
 
-_BAKED_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# What a graph may hold as it was at capture: it cannot change, nor hold a tensor.
+BAKED_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def _baked(leaf: Any, path: str, mark_name: str, where: str) -> LeafPlan:
                 "A graph cannot read it again at replay; return it on the device, or use it inside the mark."
             )
         return LeafPlan(path=path, value=leaf.clone())
-    if not isinstance(leaf, _BAKED_TYPES):
+    if not isinstance(leaf, BAKED_TYPES):
         raise CaptureError(
             f"Break {mark_name!r} ({where}) returned a {type(leaf).__name__} at {path}. "
             "A marked function may return tensors, None, plain scalars and strings, and tuples, lists, dicts "

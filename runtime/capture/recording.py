@@ -48,6 +48,7 @@ class Recording:
         self._statics = statics
         self._steps = self._bind()
         self._has_run = False
+        self._device_type = pool.device.torch_device.type
 
     def _bind(self) -> tuple[Callable[[], None], ...]:
         bound = (segment.bind() for segment in self.segments)
@@ -84,6 +85,7 @@ class Recording:
         """
         self.refuse_inside_capture()
         with self.pool.exclusive("replay"):
+            self.pool.order_after_last_use()
             self.run()
 
     def run(self) -> None:
@@ -93,9 +95,10 @@ class Recording:
         """
         if not self._has_run:
             self.check_static_addresses()
-        # Bodies run as they did at capture: without autograd, whatever the caller's mode is now.
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        # Bodies run as they did at capture, whatever the caller's modes are now: without autograd, and
+        # under the autocast that each brings with it.
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
+            with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
                 self.pool.run(self._steps)
         else:
             self.pool.run(self._steps)

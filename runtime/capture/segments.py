@@ -17,6 +17,7 @@ import torch
 from .. import torch_private, tree
 from ..errors import CaptureError
 from ..mark import MarkedFunction
+from .autocast import AutocastState
 from .boundary import BreakOutputs
 from .device import DeviceGraph, GraphPool
 
@@ -163,15 +164,17 @@ class EagerSegment:
         mark: The marked function.
         arguments: Its arguments as at capture.
         outputs: Where its results go.
+        autocast: What surrounded the call.
     """
 
     mark: MarkedFunction
     arguments: FrozenArguments
     outputs: BreakOutputs
+    autocast: AutocastState
 
     def bind(self) -> Callable[[], None]:
         """Returns what replay calls."""
-        return self.arguments.bind(self.mark.fn, self.outputs.receiver())
+        return self.arguments.bind(self.autocast.around(self.mark.fn), self.outputs.receiver())
 
 
 Segment = GraphSegment | EagerSegment

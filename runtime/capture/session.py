@@ -20,11 +20,13 @@ import torch
 
 from .. import tree
 from ..errors import CaptureError
+from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, active_capture, use_capture
+from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
 from .device import DeviceGraph, GraphPool
 from .guard import OutsideWriteGuard
-from .placement import PlacedResult, place_result
+from .placement import BAKED_TYPES, PlacedResult, place_result
 from .recording import Recording
 from .segments import ContainerWatch, EagerSegment, FrozenArguments, GraphSegment, Segment
 from .sizes import ShapeKey
@@ -75,32 +77,47 @@ class CaptureSession:
         self._graph: DeviceGraph | None = None
         self._outputs: Any = None
         self._guard: OutsideWriteGuard | None = None
+        self._interrupts = HeldInterrupts()
         self._stack = contextlib.ExitStack()
 
     def set_outputs(self, outputs: Any) -> None:
         """Hands over what the forward returned; call it inside the block.
 
         Raises:
-            CaptureError: A tensor among them records autograd history.
+            CaptureError: A tensor among them records autograd history, or something is neither a
+                tensor nor a plain value.
             OutsideWriteError: One is a copy whose original was written since it was made.
         """
         refuse_history(outputs, "an output of the captured function")
+        leaves, spec = tree.flatten(outputs)
+        for path, leaf in zip(tree.paths(spec, "output"), leaves, strict=True):
+            if not isinstance(leaf, (torch.Tensor, *BAKED_TYPES)):
+                raise CaptureError(
+                    f"The captured function returned a {type(leaf).__name__} at {path}. A replay would return the "
+                    "object that was made while capturing, with what it holds. Return tensors, None, plain scalars "
+                    "and strings, and tuples, lists, dicts or dataclasses of those."
+                )
         if self._guard is not None:
-            for leaf in tree.flatten(outputs)[0]:
+            for leaf in leaves:
                 self._guard.check_read("The result of the captured function", leaf)
         self._outputs = outputs
 
     def __enter__(self) -> CaptureSession:
         refuse_nested_capture()
         with contextlib.ExitStack() as stack:
+            # Outermost, so that an interrupt waits for all that the others put back.
+            stack.enter_context(self._interrupts)
             stack.enter_context(self.pool.exclusive("capture"))
+            self.pool.order_after_last_use()
             stack.enter_context(_translated(self))
             stack.enter_context(_no_garbage_collection())
+            stack.enter_context(without_autocast_cache())
             stack.enter_context(self.pool.capture_scope())
             self.statics.note_addresses()
             stack.push(self._drop_if_failed)
             self._begin_segment()
             stack.enter_context(use_capture(self))
+            self._interrupts.deliver()
             self._stack = stack.pop_all()
         return self
 
@@ -141,6 +158,7 @@ class CaptureSession:
             CaptureError: The call cannot be a break: its result, an argument it changed, autograd,
                 or a mark without a stand-in where nothing is launched. Names the mark.
         """
+        self._interrupts.deliver()
         if self.mode == "full":
             return mark.fn(*args, **kwargs)
         # Graph and eager segments alternate, and a graph segment is open.
@@ -149,6 +167,7 @@ class CaptureSession:
         self._end_segment()
         frozen = FrozenArguments(args, kwargs, self.pool)
         watch = ContainerWatch(args, kwargs)
+        autocast = AutocastState.now(self.pool.device.torch_device.type)
         with use_capture(None):
             placed = place_result(
                 self._body_for(mark, where)(*args, **kwargs),
@@ -161,7 +180,9 @@ class CaptureSession:
                 is_launched=self.is_launching,
             )
         watch.check(mark.name, where)
-        self._segments.append(EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs))
+        self._segments.append(
+            EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs, autocast=autocast)
+        )
         # The body's own result is gone now unless someone else holds it: then captured code only has a copy.
         only_copies = [
             (copy, f"{path} of break {mark.name!r} ({where})", source)

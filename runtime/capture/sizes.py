@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -37,12 +39,16 @@ def validate_capture_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigError: Empty, not integers, zero or negative, unsorted or repeated.
     """
-    given = list(sizes)
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise ConfigError(
+            f"capture_sizes must be a list of integers, got {sizes!r}; write [{sizes}] for one size."
+            if isinstance(sizes, int)
+            else f"capture_sizes must be a list of integers, got {sizes!r}."
+        )
+    given = [_integer(size) for size in sizes]
     if not given:
         raise ConfigError("capture_sizes is empty; give at least one size, for example [16, 64].")
     for size in given:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise ConfigError(f"capture_sizes holds {size!r}; sizes are integers.")
         if size < 1:
             raise ConfigError(f"capture_sizes holds {size}; every size must be at least 1.")
     for smaller, larger in itertools.pairwise(given):
@@ -53,6 +59,15 @@ def validate_capture_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
                 f"capture_sizes must ascend, but {larger} stands after {smaller}. Sort the list."
             )
     return tuple(given)
+
+
+def _integer(size: Any) -> int:
+    try:
+        if not isinstance(size, bool):
+            return operator.index(size)  # Integers of numpy as well.
+    except TypeError:
+        pass
+    raise ConfigError(f"capture_sizes holds {size!r}; sizes are integers.")
 
 
 def default_capture_sizes(maximum: int) -> list[int]:

@@ -8,6 +8,7 @@ earlier, larger batch is left (`sglang#10892`).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..errors import ConfigError, InputMismatchError, nearest
+from ..errors import CaptureError, ConfigError, InputMismatchError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +80,22 @@ class ArgumentBinder:
 
     def leaf_paths(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
         """Names the leaves of canonical arguments in flattening order."""
-        names = [f"args[{index}]" for index in range(len(args))]
+        paths: list[str] = []
+        for name, spec in self.named(*tree.flatten((args, dict(kwargs)))[1].children).items():
+            paths += tree.paths(spec, name)
+        return paths
+
+    def named(self, args: tree.Spec, kwargs: tree.Spec) -> dict[str, tree.Spec]:
+        """Names the structures of canonical positional and keyword arguments, in order."""
+        names = [f"args[{index}]" for index in range(len(args.children))]
         if self._signature is not None:
             for index, parameter in enumerate(self._signature.parameters.values()):
-                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY) or index >= len(args):
+                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY) or index >= len(
+                    names
+                ):
                     break
                 names[index] = parameter.name
-        paths: list[str] = []
-        for name, value in zip([*names, *kwargs], [*args, *kwargs.values()], strict=True):
-            paths += tree.paths(tree.flatten(value)[1], name)
-        return paths
+        return dict(zip([*names, *kwargs.keys], [*args.children, *kwargs.children], strict=True))
 
 
 class StaticInputs:
@@ -131,16 +138,12 @@ class StaticInputs:
         values, self._spec = tree.flatten((args, dict(kwargs)))
         paths = self._binder.leaf_paths(args, kwargs)
         for option, given in (("dynamic_dims", dynamic_dims), ("pad_values", pad_values)):
-            for path in given or {}:
-                if path not in paths:
-                    raise ConfigError(
-                        f"{option} names {path!r}, which is no argument. {nearest(path, paths)}"
-                    )
+            _check_paths(option, given, paths, has_sizes=bool(sizes))
         self.leaves = [
             self._make_leaf(path, value, dynamic_dims, (pad_values or {}).get(path, 0))
             for path, value in zip(paths, values, strict=True)
         ]
-        self._refuse_unused(dynamic_dims or {})
+        self._refuse_unused(dynamic_dims or {}, pad_values or {})
         self._are_plain = self._spec.children[0].children == (tree.LEAF,) * len(self.leaves)
         self._dynamic = [index for index, leaf in enumerate(self.leaves) if leaf.dynamic_dim is not None]
         if sizes and not self._dynamic:
@@ -151,31 +154,28 @@ class StaticInputs:
         self._views: dict[int | None, list[Any]] = {}
         self.written: set[int] = set()
 
-    def _refuse_unused(self, dynamic_dims: Mapping[str, int]) -> None:
-        """Raises for a dynamic dimension of what has none."""
+    def _refuse_unused(self, dynamic_dims: Mapping[str, int], pad_values: Mapping[str, Any]) -> None:
+        """Raises for a dynamic dimension, or a pad value, of an argument without a dynamic dimension."""
         for leaf in self.leaves:
-            if leaf.path not in dynamic_dims or leaf.dynamic_dim is not None:
+            if leaf.dynamic_dim is not None:
                 continue
-            if self._max_size is None:
+            if leaf.path in dynamic_dims:
                 raise ConfigError(
-                    f"dynamic_dims names {leaf.path!r}, but without capture_sizes every shape is fixed. "
-                    "Give capture_sizes, or leave dynamic_dims out."
+                    f"dynamic_dims names {leaf.path!r}, but that argument is not a tensor on {self._device}: it is "
+                    "baked into the graphs. Pass it as such a tensor, or leave it out of dynamic_dims."
                 )
-            raise ConfigError(
-                f"dynamic_dims names {leaf.path!r}, but that argument is not a tensor on {self._device}: it is "
-                "baked into the graphs. Pass it as such a tensor, or leave it out of dynamic_dims."
-            )
+            if leaf.path in pad_values:
+                raise ConfigError(
+                    f"pad_values[{leaf.path!r}] is never used: no dimension of {leaf.path} follows the size. "
+                    "Name the dimension with dynamic_dims, or leave it out of pad_values."
+                )
 
     def _make_leaf(
         self, path: str, value: Any, dynamic_dims: Mapping[str, int] | None, pad_value: int | float | bool
     ) -> InputLeaf:
         if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
             return InputLeaf(path=path, value=value.clone() if isinstance(value, torch.Tensor) else value)
-        if value.layout is not torch.strided:
-            raise ConfigError(
-                f"Argument {path} has layout {value.layout}; only strided tensors can be captured. "
-                "Convert it (`.to_dense()`) before the call."
-            )
+        _refuse_unusual(path, value)
         dim = self._dynamic_dim(path, value, dynamic_dims)
         _check_pad_value(path, pad_value, value.dtype)
         return InputLeaf(
@@ -199,6 +199,8 @@ class StaticInputs:
         if path not in dynamic_dims:
             return None
         dim = dynamic_dims[path]
+        if type(dim) is not int:
+            raise ConfigError(f"dynamic_dims[{path!r}] is {dim!r}; a dimension is an integer.")
         if not -value.dim() <= dim < value.dim():
             raise ConfigError(
                 f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(value.shape)}. "
@@ -215,6 +217,29 @@ class StaticInputs:
         """Returns the arguments that the forward is captured with at one size."""
         args, kwargs = tree.unflatten(self._spec, self._leaf_views(size))
         return args, kwargs
+
+    def refuse_reshaped(self, size: int | None) -> None:
+        """Call after a forward on `views`.
+
+        Raises:
+            CaptureError: It gave an argument another shape or other memory in place (``unsqueeze_``,
+                ``resize_``, ``.data =``), which a replay cannot do to the caller's tensor.
+        """
+        for leaf, view in zip(self.leaves, self._leaf_views(size), strict=True):
+            if leaf.buffer is None:
+                continue
+            fresh = self._leaf_view(leaf, size)
+            if (
+                view.data_ptr() != fresh.data_ptr()
+                or view.stride() != fresh.stride()
+                or view.shape != fresh.shape
+            ):
+                del self._views[size]
+                raise CaptureError(
+                    f"The function changed the shape or the memory of argument {leaf.path} in place: from "
+                    f"{tuple(fresh.shape)} to {tuple(view.shape)}. A replay cannot do that to the caller's tensor; "
+                    "use what gives a new tensor (`unsqueeze`, `transpose`, `x = x * 2`)."
+                )
 
     def _leaf_views(self, size: int | None) -> list[Any]:
         found = self._views.get(size)
@@ -270,10 +295,23 @@ class StaticInputs:
         values, spec = tree.flatten((args, dict(kwargs)))
         if spec != self._spec:
             raise InputMismatchError(
-                f"Arguments have another structure than at capture: {tree.difference(self._spec, spec, 'arguments')}. "
-                "Call it with the structure of the example arguments, or capture again."
+                f"Arguments have another structure than at capture: {self._difference(spec)}. Pass what was passed "
+                "at capture, or capture again."
             )
         return values
+
+    def _difference(self, spec: tree.Spec) -> str:
+        """Says which argument of a call has another structure, or is there on one side only."""
+        captured, now = (self._binder.named(*one.children) for one in (self._spec, spec))
+        for name in {**captured, **now}:
+            if name not in now:
+                return f"{name} was given at capture, and is left out now"
+            if name not in captured:
+                return f"{name} was left out at capture, and is given now"
+            found = tree.difference(captured[name], now[name], name)
+            if found is not None:
+                return found
+        return f"keyword arguments came as {list(captured)}, now as {list(now)}"
 
     def copy_in(self, values: Sequence[Any], real_size: int | None, padded_size: int | None) -> None:
         """Copies checked leaves into the buffers of one size and pads the tail.
@@ -343,8 +381,40 @@ class StaticInputs:
         return False
 
 
+def _check_paths(option: str, given: Any, paths: Sequence[str], *, has_sizes: bool) -> None:
+    """Refuses an option by argument path that names no argument, or that nothing would use."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{option} must map argument paths to values, as in {{'x': 0}}, got {type(given).__name__}."
+        )
+    for path in given:
+        if path not in paths:
+            raise ConfigError(f"{option} names {path!r}, which is no argument. {nearest(path, paths)}")
+    if given and not has_sizes:
+        raise ConfigError(
+            f"{option} needs capture_sizes: without them every shape is fixed and nothing is padded."
+        )
+
+
+def _refuse_unusual(path: str, value: torch.Tensor) -> None:
+    """Refuses a tensor that a plain buffer cannot stand in for."""
+    if value.is_nested:
+        raise ConfigError(f"Argument {path} is nested; only strided tensors can be captured.")
+    if value.layout is not torch.strided:
+        raise ConfigError(f"Argument {path} has layout {value.layout}; only strided tensors can be captured.")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.is_quantized:
+        kind = value.dtype if value.is_quantized else type(value).__name__
+        raise ConfigError(
+            f"Argument {path} is {kind}; only plain tensors can be captured. Pass its parts, or make it inside."
+        )
+
+
 def _check_pad_value(path: str, pad_value: int | float | bool, dtype: torch.dtype) -> None:
     """Refuses a pad value that the dtype cannot hold: the fill would round it or fail at a padded call."""
+    if not isinstance(pad_value, int | float | complex):
+        raise ConfigError(f"pad_values[{path!r}] is {pad_value!r}; a pad value is a number.")
     if dtype.is_floating_point or dtype.is_complex:
         return
     limits = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -367,14 +437,26 @@ def _new_buffer(value: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
+def _is_same_value(captured: Any, now: Any) -> bool:
+    """Tells whether a baked argument is the captured one; what cannot be compared is another."""
+    if isinstance(captured, torch.Tensor) and isinstance(now, torch.Tensor):
+        return captured.shape == now.shape and torch.equal(captured, now.to(captured.device))
+    if captured is now:
+        return True
+    if type(captured) is not type(now):
+        return False
+    if isinstance(captured, float):
+        return captured == now or (math.isnan(captured) and math.isnan(now))
+    try:
+        return bool(captured == now)
+    except (RuntimeError, ValueError):  # Arrays and objects that hold tensors have no one answer.
+        return False
+
+
 def _check_leaf(leaf: InputLeaf, value: Any) -> int | None:
     """Checks one leaf of a call; returns its extent along the dynamic dimension, if it has one."""
     if leaf.shape is None:
-        if isinstance(leaf.value, torch.Tensor) and isinstance(value, torch.Tensor):
-            same = leaf.value.shape == value.shape and torch.equal(leaf.value, value.to(leaf.value.device))
-        else:
-            same = leaf.value is value or (type(leaf.value) is type(value) and bool(leaf.value == value))
-        if not same:
+        if not _is_same_value(leaf.value, value):
             raise InputMismatchError(
                 f"Argument {leaf.path} is {value!r}, but was {leaf.value!r} at capture and is baked into the graphs. "
                 "Pass it as a device tensor, or capture again for the new value."

@@ -66,6 +66,10 @@ class StaticTensors:
         named: Mapping[str, StaticTensor] | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
+        if named is not None and not isinstance(named, Mapping):
+            raise ConfigError(
+                f"static_tensors must map names to tensors, got {type(named).__name__}. The names are for errors."
+            )
         self._named = _Named({} if named is None else named)
         self._module = module
         for name, tensor in self._named.items():

@@ -123,5 +123,4 @@ def untouched(
         if device.torch_device.type == "cuda":
             assert not torch.cuda.is_current_stream_capturing()
         if pool is not None:
-            assert pool.lock_owner is None
-            assert not pool.lock.locked()
+            assert not pool.is_held()

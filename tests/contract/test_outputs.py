@@ -122,3 +122,36 @@ def test_views_survive_dropping_everything_but_the_callable(graph_device: GraphD
     for _ in range(4):
         torch.full((64,), -5.0, device=graph_device.torch_device)
     assert_equal(view, kept)
+
+
+class Holder:
+    """An object that is no dataclass."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+async def _later(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda x: {"kept": Holder(x + 1)}, "Holder at .*kept"),
+        (lambda x: {x + 1}, "set"),
+        (lambda x: iter([x + 1]), "list_iterator"),
+        (lambda x: (t + 1 for t in [x]), "generator"),
+        (lambda x: lambda: x + 1, "function"),
+        (_later, "coroutine"),
+    ],
+    ids=["object", "set", "iterator", "generator", "closure", "coroutine"],
+)
+def test_output_that_a_replay_could_not_renew_is_refused(
+    graph_device: GraphDevice, make: Any, kind: str, way: str
+) -> None:
+    """It came back as it was made while capturing: whatever it held was stale, or graph memory."""
+    with pytest.raises(CaptureError, match=f"returned a {kind}"):
+        capture(make, (ramp(graph_device, 3),), device=graph_device, **WAYS[way])

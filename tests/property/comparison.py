@@ -131,7 +131,7 @@ class _Comparison:
             outputs=program.outputs,
             capture_sizes=None if program.is_fixed else program.sizes,
             dynamic_dims=None if program.is_fixed else self._dynamic_dims(),
-            pad_values={f"v{index}": one.pad for index, one in enumerate(program.inputs)},
+            pad_values=self._pad_values(),
             static_tensors=world.state.static_tensors(),
             device=self._device,
             pool=self._shared_pool,
@@ -171,6 +171,13 @@ class _Comparison:
     def _prefixes(self, buffers: Arguments, size: int) -> Arguments:
         shapes = [torch.Size(dim.at(size) for dim in one.kind.shape) for one in self._program.inputs]
         return [buffer[: shape.numel()].view(shape) for buffer, shape in zip(buffers, shapes, strict=True)]
+
+    def _pad_values(self) -> dict[str, int | float | bool]:
+        return {
+            f"v{index}": one.pad
+            for index, one in enumerate(self._program.inputs)
+            if one.dynamic_dim is not None and not self._program.is_fixed
+        }
 
     def _dynamic_dims(self) -> dict[str, int] | None:
         """Names the dynamic dimensions, unless capture finds just these by itself."""
