@@ -51,6 +51,14 @@ class InputMismatchError(SglPiecewiseError, ValueError):
     """Inputs of a captured callable do not fit the buffers it was captured with."""
 
 
+class CompileError(SglPiecewiseError, RuntimeError):
+    """A forward could not be compiled, or met what it was not compiled for."""
+
+
+class MarkResultError(CompileError):
+    """A marked function gave compiled code another result than tracing was told it would."""
+
+
 class CheckpointError(SglPiecewiseError, ValueError):
     """A checkpoint is missing, damaged, or does not fit the model."""
 
@@ -61,6 +69,10 @@ class DeviceUnavailableError(SglPiecewiseError, RuntimeError):
 
 class MissingExtraError(SglPiecewiseError, ImportError):
     """An optional dependency is needed and not installed."""
+
+
+class PieceCompilerUnavailable(MissingExtraError):  # noqa: N818 - says what it is, as the design names it
+    """The compiler chosen for the pieces is not on this machine."""
 
 
 def nearest(word: object, choices: Iterable[str]) -> str:

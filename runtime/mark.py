@@ -1,8 +1,8 @@
 """The mark: ``@eager_on_graph`` says that a call cannot, or should not, be inside a graph.
 
 Holds the decorator, ``break_graph`` and the one place that knows whether this thread is
-capturing. A mark outside capture is an ordinary call. It must not know how capture works: an
-active capture is anything with a ``call_marked`` method.
+capturing. A mark outside capture is an ordinary call, and one node to Dynamo. It must not know how
+capture works: an active capture is anything with a ``call_marked`` method.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, overload
+
+import torch
 
 from .errors import ConfigError
 
@@ -83,6 +85,11 @@ class MarkedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function; under a capture, the capture decides what that means."""
+        if torch.compiler.is_dynamo_compiling():
+            # True only where Dynamo reads this line; it imports at trace time, so nobody else pays.
+            from .mark_tracing import trace_marked_call
+
+            return trace_marked_call(self, args, kwargs)
         capture = _ACTIVE.get()
         if capture is None:
             return self.fn(*args, **kwargs)
@@ -110,9 +117,10 @@ class MarkedFunction:
 
 
 class BoundMark:
-    """A marked method bound to its object."""
+    """A marked method bound to its object.
 
-    __slots__ = ("__self__", "mark")
+    Without slots: Dynamo 2.11 reads those from an object that it has not filled yet.
+    """
 
     def __init__(self, mark: MarkedFunction, instance: Any) -> None:
         self.mark = mark
@@ -127,8 +135,9 @@ class BoundMark:
         return self.mark.run_eager(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Protocol methods are not passed on: the mark's __deepcopy__ would return the mark, unbound.
-        if name.startswith("__") and name not in {"__name__", "__qualname__"}:
+        # Protocol methods are not passed on: the mark's __deepcopy__ would return the mark, unbound. And Dynamo
+        # asks an object that it has not initialised for its slot.
+        if name == "mark" or (name.startswith("__") and name not in {"__name__", "__qualname__"}):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.mark, name)
 
@@ -138,10 +147,11 @@ class BoundMark:
         return self.mark is other.mark and self.__self__ is other.__self__
 
     def __hash__(self) -> int:
-        return hash((id(self.mark), id(self.__self__)))
+        # Dynamo 2.11 hashes an object whose attributes it has only noted down so far.
+        return hash((id(self.__dict__.get("mark")), id(self.__dict__.get("__self__"))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Slots and __getattr__ together would send copy and pickle into endless recursion.
+        # What copy and pickle do by default asks an empty object for its attributes.
         return BoundMark, (self.mark, self.__self__)
 
     def __repr__(self) -> str:

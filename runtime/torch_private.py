@@ -272,3 +272,41 @@ def raw_stream_getter() -> Callable[[int], int]:
     """Returns the function behind ``raw_current_stream``, for loops that call it per launch."""
     getter: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
     return getter
+
+
+def host_int64(number: int) -> torch.Tensor:
+    """Returns a new host tensor (int64[]), whatever modes and default devices are on."""
+    with torch.inference_mode(False), without_dispatch_modes():
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def read_host_int64(tensor: torch.Tensor) -> int:
+    """Returns the value of a host tensor (int64[]) unseen by dispatch modes: it is no data, but a name."""
+    return ctypes.c_int64.from_address(tensor.data_ptr()).value
+
+
+def is_same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two tensors, fake ones too, have one storage object."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return one is other
+    return storage_key(one) == storage_key(other)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two strided tensors have one storage."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return one is other
+    return (
+        one.device == other.device and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
+
+
+def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two tensors are the same elements of the same memory."""
+    return (
+        shares_memory(one, other)
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )

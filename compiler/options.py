@@ -1,0 +1,69 @@
+"""Options of the backend, as ``torch.compile(..., options={...})`` gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_piecewise.runtime.errors import ConfigError, nearest
+
+DEFAULT_PIECE_COMPILER = "inductor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """How a forward is compiled.
+
+    Attributes:
+        piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
+            name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+    """
+
+    piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
+    inductor_config: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
+            raise ConfigError(
+                "piece_compiler must be a name or a callable (gm, example_inputs) -> callable, got "
+                f"{type(self.piece_compiler).__name__}."
+            )
+        if not isinstance(self.inductor_config, Mapping):
+            raise ConfigError(
+                f"inductor_config must be a mapping of names to values, got {type(self.inductor_config).__name__}."
+            )
+        if self.inductor_config and self.piece_compiler != "inductor":
+            raise ConfigError(
+                f"inductor_config is given, but piece_compiler is {self.piece_compiler!r}: leave one of them out."
+            )
+        if self.inductor_config.get("triton.cudagraphs"):
+            raise ConfigError(
+                "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "
+                "capture the compiled forward."
+            )
+
+    def key_text(self) -> str:
+        """Returns what of the options decides how a piece is compiled, as text."""
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
+        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip()
+
+
+def options_from(given: Mapping[str, Any] | None) -> CompileOptions:
+    """Returns typed options.
+
+    Args:
+        given: Names and values, or None for the defaults.
+
+    Raises:
+        ConfigError: A name is unknown (the nearest one is named), or a value cannot be accepted.
+    """
+    known = {option.name for option in dataclasses.fields(CompileOptions)}
+    for name in given or {}:
+        if name not in known:
+            raise ConfigError(
+                f"Unknown option {name!r} of backend 'sgl_piecewise'. {nearest(str(name), known)}"
+            )
+    return CompileOptions(**(given or {}))

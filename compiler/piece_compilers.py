@@ -1,0 +1,64 @@
+"""What turns a piece into a callable: FX as it is, Inductor, any Dynamo backend by name, any callable."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
+
+from .options import CompileOptions
+
+PieceCompiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+"""Takes a piece and fake inputs; returns what is called with real ones and gives the piece's tuple."""
+
+# Backends of other packages: name, module whose import registers it, extra that installs it.
+_EXTRAS = {
+    "openvino": ("openvino", "openvino"),
+    "torch_tensorrt": ("torch_tensorrt", "tensorrt"),
+}
+BACKEND_NAME = "sgl_piecewise"
+
+
+def run_as_fx(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Returns the piece's own code: the same operators in the same order as eager."""
+    return piece.forward
+
+
+def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
+    """Returns the piece compiler that the options name.
+
+    Raises:
+        PieceCompilerUnavailable: It belongs to a package that is not installed; the message names the extra.
+        ConfigError: No backend has this name.
+    """
+    chosen = options.piece_compiler
+    if not isinstance(chosen, str):
+        return chosen
+    if chosen == "fx":
+        return run_as_fx
+    if chosen == BACKEND_NAME:
+        raise ConfigError(
+            f"piece_compiler is {chosen!r} itself; name what compiles the pieces, such as 'inductor'."
+        )
+    if chosen in _EXTRAS:
+        module, extra = _EXTRAS[chosen]
+        if importlib.util.find_spec(module) is None:
+            raise PieceCompilerUnavailable(
+                f"Piece compiler {chosen!r} is not installed. Install it with: pip install 'sgl-piecewise[{extra}]'."
+            )
+        importlib.import_module(module)
+    known = {"fx", *_EXTRAS, *torch.compiler.list_backends(exclude_tags=())} - {BACKEND_NAME}
+    backend = torch_private_tracing.registered_backend(chosen)
+    if backend is None:
+        raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
+    if chosen == "inductor":
+        return partial(backend, config_patches={**options.inductor_config, "triton.cudagraphs": False})
+    return backend

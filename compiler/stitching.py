@@ -1,0 +1,99 @@
+"""Compiles the pieces of a split forward and links them and its marks into one callable.
+
+One invariant: what runs, runs in the order of the split module. A piece whose inputs share memory, and
+which writes one of them, runs as FX whatever was asked: compilers take inputs for distinct memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime.errors import CompileError
+from sgl_piecewise.runtime.mark_operator import body_of, is_marked_call
+
+from .piece_compilers import PieceCompiler, run_as_fx
+
+_logger = logging.getLogger(__name__)
+
+
+def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Callable[..., Any]:
+    """Compiles each piece once and returns the forward that calls them.
+
+    Args:
+        split: Pieces and marks; changed in place.
+        piece_compiler: Compiles one piece.
+
+    Returns:
+        A callable with the inputs and outputs of the forward that was split.
+
+    Raises:
+        CompileError: The piece compiler failed; its error is the cause, and the message holds the piece.
+    """
+    compiled: dict[str, Callable[..., Any]] = {}
+    pieces = pieces_of(split)
+    for node in split.graph.nodes:
+        if node.op == "call_module" and node.target not in compiled:
+            name = str(node.target)
+            compiled[name] = _compile(name, pieces[name], node, piece_compiler)
+    for node in split.graph.nodes:
+        if is_marked_call(node.target):
+            node.target = body_of(node.target)
+        elif node.op == "call_module":
+            name = str(node.target)
+            node.op, node.target = "call_function", _named(name, compiled[name])
+    for name in compiled:
+        delattr(split, name)
+    split.graph.lint()
+    split.recompile()
+    forward: Callable[..., Any] = split.forward
+    return forward
+
+
+def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCompiler) -> Callable[..., Any]:
+    values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
+    examples = torch_private_tracing.example_inputs(values)
+    if torch_private_tracing.share_memory(examples) and _writes_inputs(piece, values):
+        _logger.warning(
+            "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
+        )
+        return run_as_fx(piece, examples)
+    try:
+        with torch_private_tracing.separate_compile():
+            result = piece_compiler(piece, examples)
+    except Exception as err:
+        raise CompileError(
+            f"The piece compiler failed on {name} ({type(err).__name__}: {err}). Run the pieces as they are with "
+            f"options={{'piece_compiler': 'fx'}}, or report it with this piece:\n{piece.graph}"
+        ) from err
+    if not callable(result):
+        raise CompileError(
+            f"The piece compiler returned a {type(result).__name__} for {name}, not a callable."
+        )
+    return result
+
+
+def _writes_inputs(piece: GraphModule, values: Sequence[Any]) -> bool:
+    """Tells whether a run of the piece changes a tensor that it was given."""
+    examples = torch_private_tracing.example_inputs(values)
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    before = [tensor._version for tensor in tensors]
+    with torch_private_tracing.on_current_fake_mode(), torch.no_grad():
+        piece(*examples)
+    return [tensor._version for tensor in tensors] != before
+
+
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a callable a name that generated code can use."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call

@@ -1,0 +1,476 @@
+"""Private PyTorch APIs of tracing, in a file of their own because importing Dynamo takes seconds.
+
+Only what runs while something is compiled imports it. As in ``torch_private`` each piece is small, says what
+it relies on, and knows nothing of the rest of the library; tried on 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo import exc
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.output_graph import LazyProxy
+from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
+from torch._dynamo.utils import preserve_rng_state
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import GraphArg, VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.nn_module import NNModuleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from .errors import CompileError
+from .torch_private import storage_key, with_lazy_bits_of
+
+
+class SizeExpression:
+    """A size or stride as a function of a call's tensors and integers.
+
+    Args:
+        expression: Over symbols ``t<tensor>_<dimension>`` (a size), ``t<tensor>_s<dimension>`` (a stride)
+            and ``i<index>`` (an integer).
+    """
+
+    def __init__(self, expression: Any) -> None:
+        self._expression = expression
+        self._text = str(expression)
+        self._symbols = sorted(expression.free_symbols, key=str)
+
+    def value(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+        """Returns the size for these arguments: symbolic where they are."""
+        env = {symbol: _quantity(str(symbol), tensors, ints) for symbol in self._symbols}
+        if self._expression in env:
+            return env[self._expression]
+        return sympy_interp(PythonReferenceAnalysis, env, self._expression)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SizeExpression) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def _quantity(name: str, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+    """Returns the value of one symbol of a `SizeExpression`."""
+    if name.startswith("i"):
+        return ints[int(name[1:])]
+    tensor, _, dimension = name[1:].partition("_")
+    if dimension.startswith("s"):
+        return tensors[int(tensor)].stride(int(dimension[1:]))
+    return tensors[int(tensor)].size(int(dimension))
+
+
+class SizeExpressions:
+    """Turns symbolic sizes of a trace into `SizeExpression` over the arguments of one call.
+
+    Args:
+        tensors: The call's tensors, as the trace has them.
+        ints: The call's symbolic integers.
+        add_int: Makes a symbol of the trace one more integer of the call and returns its index, or returns
+            None if the graph does not hold it.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], ints: Sequence[Any], add_int: Callable[[Any], int | None]
+    ) -> None:
+        self._known: dict[Any, Any] = {}
+        self._add_int = add_int
+        for index, number in enumerate(ints):
+            self._add(number, f"i{index}")
+        for index, tensor in enumerate(tensors):
+            for dimension, size in enumerate(tensor.shape):
+                self._add(size, f"t{index}_{dimension}")
+        for index, tensor in enumerate(tensors):
+            for dimension, stride in enumerate(tensor.stride()):
+                self._add(stride, f"t{index}_s{dimension}")
+
+    def _add(self, number: Any, name: str) -> None:
+        if isinstance(number, torch.SymInt) and not number.node.expr.is_number:
+            self._known.setdefault(number.node.expr, sympy.Symbol(name, integer=True, nonnegative=True))
+
+    def of(self, size: int | torch.SymInt) -> int | SizeExpression:
+        """Returns the size as a number or an expression.
+
+        Raises:
+            ValueError: It depends on something that is no size of an argument.
+        """
+        expression = sympy.Integer(size) if isinstance(size, int) else size.node.expr
+        if expression.is_number:
+            return int(expression)
+        if expression in self._known:
+            return SizeExpression(self._known[expression])
+        replacements = {symbol: self._solve(symbol) for symbol in expression.free_symbols}
+        return SizeExpression(expression.xreplace(replacements))
+
+    def _solve(self, symbol: Any) -> Any:
+        """Expresses one symbol of the trace by what is known, directly or from a sum or multiple of it."""
+        if symbol in self._known:
+            return self._known[symbol]
+        for expression, name in self._known.items():
+            if expression.free_symbols != {symbol}:
+                continue
+            factor = expression.coeff(symbol)
+            rest = expression - factor * symbol
+            if factor.is_Integer and factor > 0 and rest.is_Integer:
+                return (name - rest) if factor == 1 else FloorDiv(name - rest, factor)
+        index = self._add_int(symbol)
+        if index is None:
+            raise ValueError(f"{symbol} is not known when the call begins")
+        self._known[symbol] = sympy.Symbol(f"i{index}", integer=True, nonnegative=True)
+        return self._known[symbol]
+
+
+# Dynamo --------------------------------------------------------------------------------------------
+
+
+class TracingError(CompileError, exc.TorchRuntimeError):
+    """A `CompileError` that Dynamo lets through as it is, and neither wraps nor takes for a graph break."""
+
+
+@dataclass(frozen=True)
+class _CallSource(ChainedSource):
+    """A graph input that is a function of something the frame can load; nothing guards on it.
+
+    Compiled code calls the function (found by module and name) before it runs its graph.
+    """
+
+    module: str
+    function: str
+
+    @property
+    def _name_template(self) -> str:
+        return f"__import__('importlib').import_module({self.module!r}).{self.function}({{0}})"
+
+    def reconstruct(self, codegen: Any) -> None:
+        codegen.add_push_null(lambda: codegen.load_import_from(self.module, self.function))
+        codegen(self.base)
+        codegen.extend_output(create_call_function(1, False))
+
+
+class _HandledFunction(VariableTracker):
+    """A function whose calls are traced by a handler of ours."""
+
+    def __init__(self, handler: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._handler = handler
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return self._handler(tx, *args, **kwargs)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with Dynamo switched off in it and in what it calls."""
+    wrapped: Callable[..., Any] = torch.compiler.disable(function)
+    return wrapped
+
+
+def skip_frame(function: Any) -> None:
+    """Makes Dynamo leave a function's own frame alone; what it calls in Python is another matter."""
+    skip_code(function.__code__)
+
+
+def trace_calls_with(function: Any, handler: Callable[..., Any]) -> None:
+    """Makes Dynamo hand calls of ``function`` to ``handler(tx, *variables)``, which returns a variable.
+
+    Relies on the builder's table of objects with special handling.
+    """
+    VariableBuilder._id_dispatch()[id(function)] = lambda builder, value: _HandledFunction(
+        handler, source=builder.source
+    )
+
+
+def node_argument(tx: Any, value: Any, source: Any, function: Callable[[Any], torch.Tensor]) -> Any:
+    """Returns the proxy of a graph input ``function(object)``, one per source; ``function`` must be global."""
+    call = _CallSource(source, function.__module__, function.__name__)
+    tracer = tx.output.root_tracer
+    for proxy in tracer.input_name_to_proxy.values():
+        argument = proxy.node.meta.get("grapharg")
+        if argument is not None and argument.source == call:
+            return proxy
+    example = function(value)
+    fake = tx.fake_mode.from_tensor(example, static_shapes=True)
+    proxy = tracer.create_graph_input("handle", torch.Tensor, fake, source=call)
+    proxy.node.meta["grapharg"] = GraphArg(call, example, False, fake, example_strong_ref=example)
+    return proxy
+
+
+def emit_call(tx: Any, operator: Any, arguments: tuple[Any, ...], num_results: int) -> list[Any]:
+    """Adds a call of an operator that returns so many tensors; returns their variables."""
+    result: Any = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", operator, arguments, {}))
+    if num_results == 1:
+        return [result]
+    return list(result.items) if num_results else []
+
+
+def python_call(tx: Any, function: Any, *arguments: Any) -> Any:
+    """Traces a call of a builtin or class."""
+    return VariableTracker.build(tx, function).call_function(tx, list(arguments), {})
+
+
+def class_call(tx: Any, kind: type, *arguments: Any) -> Any:
+    """Traces the making of an object; Dynamo wants to know where it can load the class from."""
+    source = GlobalSource(tx.output.install_global_by_id("sgl_piecewise_class", kind))
+    return VariableTracker.build(tx, kind, source).call_function(tx, list(arguments), {})
+
+
+def list_of(tx: Any, variable: Any) -> list[Any]:
+    """Returns the items of a variable that is a sequence."""
+    items: Any = python_call(tx, tuple, variable)
+    return list(items.items)
+
+
+def dict_of(tx: Any, variable: Any) -> dict[Any, Any]:
+    """Returns the items of a variable that is a dict with constant keys, and guards on the keys."""
+    pairs = [list_of(tx, pair) for pair in list_of(tx, variable.call_method(tx, "items", [], {}))]
+    return {key.as_python_constant(): value for key, value in pairs}
+
+
+def attribute_of(tx: Any, variable: Any, name: str) -> Any:
+    """Returns the variable of an attribute."""
+    return variable.var_getattr(tx, name)
+
+
+def constant(value: Any) -> Any:
+    """Returns the variable of a constant."""
+    return ConstantVariable.create(value)
+
+
+def tuple_of(items: list[Any]) -> Any:
+    """Returns the variable of a new tuple."""
+    return TupleVariable(items)
+
+
+def unread_number(variable: Any) -> int | float | None:
+    """Returns an int or float that the trace has not looked at, so that nothing guards on it; or None."""
+    if not isinstance(variable, LazyVariableTracker) or variable.is_realized() or variable.source is None:
+        return None
+    value = variable.peek_value()
+    return value if type(value) in (int, float) else None
+
+
+def guard_on_type(source: Any) -> None:
+    """Makes compiled code valid only while what the source loads keeps its type."""
+    install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+
+
+def guard_on_identity(source: Any) -> None:
+    """Makes compiled code valid only while the source loads the same object."""
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def is_tensor_variable(variable: Any) -> bool:
+    """Tells whether a variable is a tensor of the graph."""
+    return isinstance(variable, TensorVariable)
+
+
+def symbolic_int(variable: Any) -> torch.SymInt | None:
+    """Returns the symbolic integer of a variable, or None; other symbolic scalars become constants."""
+    if not isinstance(variable, SymNodeVariable):
+        return None
+    return variable.sym_num if isinstance(variable.sym_num, torch.SymInt) else None
+
+
+def scalar_constant(tx: Any, variable: Any) -> Any:
+    """Returns the value of a symbolic float or bool, and guards on it."""
+    return variable.evaluate_expr(tx.output)
+
+
+def is_symbolic_scalar(variable: Any) -> bool:
+    """Tells whether a variable is a symbolic integer, float or bool."""
+    return isinstance(variable, SymNodeVariable)
+
+
+def real_object(tx: Any, variable: Any) -> Any:
+    """Returns the Python object behind a variable that stands for one.
+
+    Raises:
+        NotImplementedError: There is none, or none that tracing can reach.
+    """
+    if isinstance(variable, NNModuleVariable):
+        return tx.output.get_submodule(variable.module_key)
+    if isinstance(variable, UserDefinedObjectVariable):
+        return variable.value
+    if isinstance(variable, UserFunctionVariable):
+        return variable.get_function()
+    return variable.as_python_constant()
+
+
+def traced_attribute(tx: Any, owner: Any, name: str, source: Any) -> Any:
+    """Returns the variable of an attribute of a real object."""
+    return VariableTracker.build(tx, getattr(owner, name), AttrSource(source, name))
+
+
+def python_type(variable: Any) -> type:
+    """Returns the type of what a variable stands for."""
+    try:
+        kind: type = variable.python_type()
+    except NotImplementedError:
+        return object
+    return kind
+
+
+def is_constant(variable: Any) -> bool:
+    """Tells whether a variable is a plain constant, which compiled code may hold."""
+    return isinstance(variable, ConstantVariable) or (
+        variable.source is None and bool(variable.is_python_constant())
+    )
+
+
+def has_pending_changes(tx: Any, variable: Any) -> bool:
+    """Tells whether traced code changed an object; compiled code does so only after its graph has run."""
+    return bool(tx.output.side_effects.has_pending_mutation(variable))
+
+
+def example_value(variable: Any) -> torch.Tensor:
+    """Returns the fake tensor of a tensor variable."""
+    value: torch.Tensor = variable.as_proxy().node.meta["example_value"]
+    return value
+
+
+@contextlib.contextmanager
+def on_fake_tensors(tx: Any) -> Iterator[None]:
+    """Runs the block on the trace's fake tensors; real tensors it meets are made fake.
+
+    In inference mode, where nothing records: real tensors may have been made in it, and can be written nowhere
+    else.
+    """
+    mode = tx.fake_mode
+    with (
+        torch.inference_mode(not torch.is_grad_enabled()),
+        preserve_rng_state(),
+        mode,
+        _allowing_real_inputs(mode),
+        _allowing_data_dependence(mode.shape_env),
+        mode.shape_env.ignore_fresh_unbacked_symbols(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _allowing_data_dependence(shape_env: Any) -> Iterator[None]:
+    """Lets values and sizes that only the data gives be symbols, whatever Dynamo was told to do with them."""
+    before = shape_env.settings
+    shape_env.settings = dataclasses.replace(
+        before, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
+    )
+    try:
+        yield
+    finally:
+        shape_env.settings = before
+
+
+@contextlib.contextmanager
+def _allowing_real_inputs(mode: Any) -> Iterator[None]:
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def proxy_of_symbol(tx: Any, symbol: Any) -> Any:
+    """Returns the node that gives a symbol's value in the graph, or None."""
+    bound = tx.output.current_tracer.bound_symbols
+    proxy = bound.get(symbol)
+    if isinstance(proxy, LazyProxy):
+        proxy = bound[symbol] = proxy()
+    return proxy
+
+
+def traced_nodes(tx: Any) -> list[Any]:
+    """Returns the nodes of the graph in the making."""
+    return list(tx.output.graph.nodes)
+
+
+# Compiling -----------------------------------------------------------------------------------------
+
+
+def registered_backend(name: str) -> Callable[..., Any] | None:
+    """Returns the Dynamo backend of a name, or None."""
+    try:
+        backend: Callable[..., Any] = lookup_backend(name)
+    except exc.InvalidBackend:
+        return None
+    return backend
+
+
+def _current_fake_mode() -> Any:
+    """Returns the mode that compilers called now make their fake tensors in."""
+    mode = detect_fake_mode()
+    if mode is None:
+        raise CompileError("There is no trace in progress: a backend is called by torch.compile only.")
+    return mode
+
+
+@contextlib.contextmanager
+def on_current_fake_mode() -> Iterator[None]:
+    """Runs the block on the fake tensors that compilers called now work with."""
+    with _current_fake_mode():
+        yield
+
+
+@contextlib.contextmanager
+def separate_compile() -> Iterator[None]:
+    """Lets a compiler run inside the block without touching what the trace around it keeps for its own."""
+    with tracing(TracingContext(_current_fake_mode())):
+        yield
+
+
+def example_inputs(values: Sequence[Any]) -> list[Any]:
+    """Returns inputs for a compiler that are like the trace's values, in the mode that compilers now work in.
+
+    Sizes stay symbolic, and tensors that share memory in the trace share it again. Anything but tensors is
+    passed on.
+    """
+    mode = _current_fake_mode()
+    bases: dict[int, torch.UntypedStorage] = {}
+    examples = []
+    with mode, torch.inference_mode(False), torch.no_grad():
+        for value in values:
+            if not isinstance(value, torch.Tensor):
+                examples.append(value)
+            elif value.layout is not torch.strided:
+                examples.append(mode.from_tensor(value))
+            else:
+                examples.append(_like(value, bases))
+    return examples
+
+
+def _like(value: torch.Tensor, bases: dict[int, Any]) -> torch.Tensor:
+    """Makes a tensor with the metadata of another, in the memory that its storage has in ``bases``."""
+    key = storage_key(value)
+    if key not in bases:
+        num_elements = value.untyped_storage().nbytes() // value.element_size()
+        bases[key] = torch.empty(num_elements, dtype=value.dtype, device=value.device)
+    base = bases[key]
+    if base.dtype != value.dtype:
+        base = base.view(value.dtype)
+    example = base.as_strided(value.shape, value.stride(), value.storage_offset())
+    return with_lazy_bits_of(value, example)
+
+
+def share_memory(values: Sequence[Any]) -> bool:
+    """Tells whether two of the tensors have one storage."""
+    keys = [storage_key(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+    return len(set(keys)) < len(keys)
