@@ -122,6 +122,9 @@ class _Comparison:
         largest = program.sizes[-1]
         world.begin_call(0)
         example = self._arguments(Invocation(size=largest, seed=99))
+        pads = {
+            f"v{index}": one.pad for index, one in enumerate(program.inputs) if one.dynamic_dim is not None
+        }
         captured = capture(
             world,
             tuple(example),
@@ -130,7 +133,7 @@ class _Comparison:
             outputs=program.outputs,
             capture_sizes=None if program.is_fixed else program.sizes,
             dynamic_dims=None if program.is_fixed else self._dynamic_dims(),
-            pad_values={f"v{index}": one.pad for index, one in enumerate(program.inputs)},
+            pad_values=None if program.is_fixed else pads,
             static_tensors=world.state.static_tensors(),
             device=self._device,
             pool=self._shared_pool,
