@@ -38,7 +38,7 @@ class CudaGraph(DeviceGraph):
 
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
-        # Nodes can be set as long as the graph that they were captured in is kept, at 10 KB a kernel on the host.
+        # Nodes can be set as long as the graph that they were captured in is kept, which costs host memory.
         self._graph = torch.cuda.CUDAGraph(keep_graph=pool.sets_copy_sources)
         self._is_empty = False
         self._is_recording = False
