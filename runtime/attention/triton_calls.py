@@ -73,6 +73,7 @@ def decode_attention(
     tokens_per_request: int,
     num_splits: int,
     layer: AttentionSpec,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     """Attends the last tokens of each request to its whole context, in the pool.
 
@@ -83,9 +84,10 @@ def decode_attention(
         page_table_RC: Slot of each position (int32[R, C]).
         rows_B: Row of each request in the page table (int[B]).
         seq_lens_B: Length of each context, the queries' tokens included (int[B]); 0 gives zeros.
-        tokens_per_request: 1 in decode, more in verify; the last ones of the context, causal.
+        tokens_per_request: 1 in decode, more in verify; the last ones of the context.
         num_splits: From `num_splits_for`.
         layer: The layer's constants.
+        is_causal: Whether a query sees only what is before it; else all of its request's context.
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh.
@@ -120,6 +122,7 @@ def decode_attention(
         NUM_HEADS=num_heads,
         GROUP=group,
         TOKENS_PER_REQUEST=tokens_per_request,
+        IS_CAUSAL=is_causal,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_M=block_m,

@@ -38,6 +38,7 @@ def split_decode_kernel(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS_PER_REQUEST: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -70,6 +71,8 @@ def split_decode_kernel(
     seq_len = tl.load(seq_lens_B + request).to(tl.int32)
     page_row = page_table_RC + tl.load(rows_B + request).to(tl.int64) * page_stride_r
     position_M = seq_len - TOKENS_PER_REQUEST + token_in_request_M
+    if not IS_CAUSAL:
+        position_M = position_M * 0 + (seq_len - 1)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(seq_len - TOKENS_PER_REQUEST - WINDOW + 1, 0)
@@ -104,7 +107,7 @@ def split_decode_kernel(
         if HAS_SOFT_CAP:
             score_MN = soft_cap * (2.0 * tl.sigmoid(2.0 * score_MN / soft_cap) - 1.0)
         is_seen_MN = is_n_N[None, :]
-        if TOKENS_PER_REQUEST > 1:
+        if IS_CAUSAL and TOKENS_PER_REQUEST > 1:
             is_seen_MN = is_seen_MN & (n_N[None, :] <= position_M[:, None])
         if WINDOW > 0:
             is_seen_MN = is_seen_MN & (n_N[None, :] > position_M[:, None] - WINDOW)
@@ -130,9 +133,7 @@ def split_decode_kernel(
         )
     else:
         row_offset_M += split.to(tl.int64) * num_tokens_total * NUM_HEADS
-        tl.store(
-            partial_PTHD + row_offset_M[:, None] * HEAD_DIM + d_D[None, :], out_MD, mask=store_mask_MD
-        )
+        tl.store(partial_PTHD + row_offset_M[:, None] * HEAD_DIM + d_D[None, :], out_MD, mask=store_mask_MD)
         lse_M = tl.where(total_M > 0.0, maximum_M + tl.log2(divisor_M), float("-inf"))
         tl.store(lse_PTH + row_offset_M, lse_M, mask=is_row_M)
 

@@ -76,5 +76,8 @@ def launch(
         )
     repair_interpreter()
     record_opaque(
-        lambda inputs: kernel[grid](*inputs, **constants), list(tensors), name=kernel.__name__, mutated=written
+        lambda inputs: kernel[grid](*inputs, **constants),
+        list(tensors),
+        name=kernel.__name__,
+        mutated=written,
     )
