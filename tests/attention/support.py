@@ -139,9 +139,9 @@ class World:
         padded += [Request(0, 0, each)] * ((num_requests or len(requests)) - len(requests))
         slots = [
             self.page_table[one.row, one.prefix : one.total].long()
-            if one in requests
+            if index < len(requests)
             else torch.zeros(one.new, dtype=torch.int64, device=self.device)
-            for one in padded
+            for index, one in enumerate(padded)
         ]
         tail = (num_tokens or 0) - sum(one.new for one in padded)
         slots.append(torch.zeros(max(tail, 0), dtype=torch.int64, device=self.device))
