@@ -8,26 +8,16 @@ graph reads of a plan stands at fixed addresses. A backend must not know of runn
 from __future__ import annotations
 
 import abc
-import enum
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 
 from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import ForwardMode
+from ..batch.positions import StartLocEncoding
 from ..errors import ConfigError
+from ..kv.translator import KVIndexTranslator, KVRead
 from .base import AttentionSpec
-
-
-class StartLocEncoding(enum.Enum):
-    """What ``extend_start_loc`` counts."""
-
-    TOKENS = "tokens"
-    """The new tokens of the requests before: an offset into queries."""
-    KV = "kv"
-    """Prefix and new tokens of the requests before: an offset into gathered keys."""
-
 
 COMPUTING_MODES = frozenset(mode for mode in ForwardMode if not mode.is_prebuilt())
 """All modes in which attention computes something."""
@@ -44,13 +34,20 @@ class AttentionBackend(abc.ABC):
     """
 
     name: ClassVar[str]
-    start_loc_encoding: ClassVar[StartLocEncoding] = StartLocEncoding.TOKENS
+    start_loc_encoding: ClassVar[StartLocEncoding] = StartLocEncoding.TOKEN_OFFSET
     full_capture_modes: ClassVar[frozenset[ForwardMode]]
 
-    @property
     @abc.abstractmethod
-    def layer_pools(self) -> Mapping[int, str]:
-        """Name of the sub-pool that it indexes for each layer."""
+    def bind_kv(self, translator: KVIndexTranslator) -> None:
+        """Takes the buffers and tables that it will read, before the first plan.
+
+        Raises:
+            ConfigError: They do not fit the model's layers.
+        """
+
+    @abc.abstractmethod
+    def kv_read(self, layer_id: int) -> KVRead:
+        """Returns what it will index for a layer."""
 
     @abc.abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
@@ -120,22 +117,3 @@ class AttentionBackend(abc.ABC):
                 f"Attention backend {self.name!r} cannot be inside a graph in mode {mode.value!r} (it can in: "
                 f"{known}). Capture that mode breakable, or choose another attention backend for it."
             )
-
-
-def verify_layer_pools(backends: Sequence[AttentionBackend], written: Mapping[int, str]) -> None:
-    """Checks that every backend reads a layer where its keys and values are written.
-
-    Args:
-        backends: All that a model runner holds.
-        written: Name of the sub-pool that holds each layer.
-
-    Raises:
-        ConfigError: One would index another sub-pool, or knows a layer that nobody writes.
-    """
-    for backend in backends:
-        for layer_index, read in backend.layer_pools.items():
-            if read != written.get(layer_index):
-                raise ConfigError(
-                    f"Attention backend {backend.name!r} indexes sub-pool {read!r} for layer {layer_index}, and its "
-                    f"keys and values are written to {written.get(layer_index)!r}. Build both from one KV pool."
-                )

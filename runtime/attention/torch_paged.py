@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from ..kv.slots import SCRATCH_SLOT
+from ..kv.translator import KVRead
 from .backend import COMPUTING_MODES
 from .base import AttentionSpec
 from .paged import PagedAttention
@@ -32,11 +33,11 @@ class TorchAttention(PagedAttention):
     name = "torch"
     full_capture_modes = COMPUTING_MODES
 
-    def _tile_rows(self) -> int:
+    def _tile_rows(self, layer: AttentionSpec, dtype: torch.dtype) -> int:
         return TILE_ROWS
 
     def _attend_few(
-        self, q_THD: torch.Tensor, page_table_RC: torch.Tensor, layer: AttentionSpec, plan: PagedPlan
+        self, q_THD: torch.Tensor, read: KVRead, layer: AttentionSpec, plan: PagedPlan
     ) -> torch.Tensor:
         rows = plan.tokens_per_request or 1
         q_XMHD = q_THD.unflatten(0, (plan.num_requests, rows))
@@ -44,7 +45,7 @@ class TorchAttention(PagedAttention):
         position_XM = first_B.unsqueeze(1) + torch.arange(rows, device=q_THD.device)
         if not plan.is_causal:
             position_XM = (plan.seq_lens - 1).unsqueeze(1).expand_as(position_XM)
-        out_XMHD = self._attend(q_XMHD, position_XM, plan.req_pool_indices, plan.seq_lens, page_table_RC, layer, plan)
+        out_XMHD = self._attend(q_XMHD, position_XM, plan.req_pool_indices, plan.seq_lens, read, layer, plan)
         return out_XMHD.flatten(0, 1).to(q_THD.dtype)
 
     def _attend_tiles(
@@ -52,7 +53,7 @@ class TorchAttention(PagedAttention):
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        page_table_RC: torch.Tensor,
+        read: KVRead,
         layer: AttentionSpec,
         plan: PagedPlan,
     ) -> torch.Tensor:
@@ -70,7 +71,7 @@ class TorchAttention(PagedAttention):
         target_XM = torch.where(is_row_XM, token_XM, num_tokens)
         position_XM = torch.where(is_row_XM, (seq_len_X - new_X).unsqueeze(1) + row_XM, 0)
         out_XMHD = self._attend(
-            q_THD[token_XM], position_XM, plan.req_pool_indices[request_X], seq_len_X, page_table_RC, layer, plan
+            q_THD[token_XM], position_XM, plan.req_pool_indices[request_X], seq_len_X, read, layer, plan
         )
         out_THD = q_THD.new_zeros((num_tokens + 1, *q_THD.shape[1:]))
         out_THD.index_copy_(0, target_XM.flatten(), out_XMHD.flatten(0, 1).to(q_THD.dtype))
@@ -82,12 +83,12 @@ class TorchAttention(PagedAttention):
         position_XM: torch.Tensor,
         rows_X: torch.Tensor,
         seq_lens_X: torch.Tensor,
-        page_table_RC: torch.Tensor,
+        read: KVRead,
         layer: AttentionSpec,
         plan: PagedPlan,
     ) -> torch.Tensor:
         """Returns attention of tiles (float32[X, M, H, D]): online softmax over blocks of keys."""
-        k_SKD, v_SKD = self._pool.k_buffer(layer.layer_index), self._pool.v_buffer(layer.layer_index)
+        k_SKD, v_SKD, page_table_RC = read.k_buffer, read.v_buffer, read.req_to_token
         num_kv_heads, group = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         num, rows = position_XM.shape
         # One matrix for each tile and KV head: [rows of the tile and heads of the group, D].

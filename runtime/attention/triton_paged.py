@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ConfigError
+from ..kv.translator import KVRead
 from .backend import COMPUTING_MODES
 from .base import AttentionSpec
 from .paged import PagedAttention
@@ -22,29 +22,20 @@ class TritonAttention(PagedAttention):
     name = "triton"
     full_capture_modes = COMPUTING_MODES
 
-    def _tile_rows(self) -> int:
-        rows = {tile_rows(layer.head_dim, self._dtype_of(layer)) for layer in self._layers}
-        if len(rows) > 1:
-            raise ConfigError(
-                f"Triton attention needs one tile size for all layers, and these would have {sorted(rows)}: their "
-                "head sizes or dtypes differ too much. Build one backend for each kind of layer."
-            )
-        return rows.pop()
+    def _tile_rows(self, layer: AttentionSpec, dtype: torch.dtype) -> int:
+        return tile_rows(layer.head_dim, dtype)
 
-    def _check_layer(self, layer: AttentionSpec) -> None:
-        check_supported(layer, self._dtype_of(layer))
-
-    def _dtype_of(self, layer: AttentionSpec) -> torch.dtype:
-        return self._pool.of_layer(layer.layer_index).spec.dtype
+    def _check_layer(self, layer: AttentionSpec, dtype: torch.dtype) -> None:
+        check_supported(layer, dtype)
 
     def _attend_few(
-        self, q_THD: torch.Tensor, page_table_RC: torch.Tensor, layer: AttentionSpec, plan: PagedPlan
+        self, q_THD: torch.Tensor, read: KVRead, layer: AttentionSpec, plan: PagedPlan
     ) -> torch.Tensor:
         return decode_attention(
             q_THD,
-            self._pool.k_buffer(layer.layer_index),
-            self._pool.v_buffer(layer.layer_index),
-            page_table_RC=page_table_RC,
+            read.k_buffer,
+            read.v_buffer,
+            page_table_RC=read.req_to_token,
             rows_B=plan.req_pool_indices,
             seq_lens_B=plan.seq_lens,
             tokens_per_request=plan.tokens_per_request or 1,
@@ -59,7 +50,7 @@ class TritonAttention(PagedAttention):
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        page_table_RC: torch.Tensor,
+        read: KVRead,
         layer: AttentionSpec,
         plan: PagedPlan,
     ) -> torch.Tensor:
@@ -67,9 +58,9 @@ class TritonAttention(PagedAttention):
             q_THD,
             k_TKD,
             v_TKD,
-            self._pool.k_buffer(layer.layer_index),
-            self._pool.v_buffer(layer.layer_index),
-            page_table_RC=page_table_RC,
+            read.k_buffer,
+            read.v_buffer,
+            page_table_RC=read.req_to_token,
             rows_B=plan.req_pool_indices,
             seq_lens_B=plan.seq_lens,
             query_start_B=plan.query_start,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from sgl_piecewise.runtime.attention.backend import AttentionBackend
 from sgl_piecewise.runtime.attention.base import AttentionSpec
 from sgl_piecewise.runtime.attention.paged import PagedAttention
 from sgl_piecewise.runtime.attention.plan import PlanLimits
 from sgl_piecewise.runtime.attention.torch_paged import TorchAttention
-from sgl_piecewise.runtime.batch.forward_batch import ExtendFields, ForwardBatch, PaddingFields
+from sgl_piecewise.runtime.batch.fields import ExtendFields, PaddingFields
+from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
+from sgl_piecewise.runtime.batch.positions import StartLocEncoding
+from sgl_piecewise.runtime.batch.sampling import BatchSampling
 from sgl_piecewise.runtime.kv.pool import KVPool, KVSubPool, SubPoolSpec
 from sgl_piecewise.runtime.kv.slots import FULL_POOL, PhysicalSlots
+from sgl_piecewise.runtime.kv.translator import KVIndexTranslator
 
 NUM_SLOTS = 600
 NUM_ROWS = 8
@@ -67,6 +70,17 @@ def backend_class(name: str) -> type[PagedAttention]:
     return FlashInferAttention
 
 
+class Tables:
+    """Stands in for the translator: one sub-pool, and a table that tests fill by hand."""
+
+    def __init__(self, pool: KVPool, table: torch.Tensor) -> None:
+        self.pool, self.device, self._table = pool, table.device, table
+
+    def req_to_token(self, pool: str) -> torch.Tensor:
+        assert pool == FULL_POOL
+        return self._table
+
+
 class World:
     """One layer's pool, of which nothing but written tokens is finite."""
 
@@ -101,9 +115,8 @@ class World:
             torch.randperm(NUM_SLOTS)[: NUM_ROWS * (limits.max_context // 4 + 1)].view(NUM_ROWS, -1) + 1
         )
         self.page_table = self.page_table.to(device)
-        self.backend = backend_class(backend)(
-            [layer], pool=self.pool, page_tables={FULL_POOL: self.page_table}, limits=limits
-        )
+        self.backend = backend_class(backend)([layer], limits=limits)
+        self.backend.bind_kv(cast("KVIndexTranslator", Tables(self.pool, self.page_table)))
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
@@ -167,6 +180,7 @@ class World:
                 num_real_tokens=torch.tensor(real, dtype=torch.int32, device=self.device),
                 num_real_tokens_cpu=real,
             ),
+            sampling=cast(BatchSampling, None),  # attention does not look at it
             extend=ExtendFields(
                 extend_seq_lens=new_lens.to(self.device),
                 extend_prefix_lens=prefix_lens.to(self.device),
@@ -174,14 +188,13 @@ class World:
                 extend_num_tokens=real,
                 extend_seq_lens_cpu=tuple(new_lens.tolist()),
                 extend_prefix_lens_cpu=tuple(prefix_lens.tolist()),
+                start_loc_encoding=StartLocEncoding.TOKEN_OFFSET,
             )
             if mode.is_extend()
             else None,
         )
 
-    def new_tokens(
-        self, batch: ForwardBatch, real: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def new_tokens(self, batch: ForwardBatch, real: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k and v as the split views that layers pass; padded rows are NaN."""
         heads = [self.layer.num_heads, self.layer.num_kv_heads, self.layer.num_kv_heads]
         qkv = self.random(batch.num_tokens, sum(heads))
@@ -229,12 +242,3 @@ def _attention(
     if layer.window is not None:
         is_seen = is_seen & (key > query - layer.window)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v)
-
-
-def with_rows(batch: ForwardBatch, rows: Sequence[int]) -> ForwardBatch:
-    """Returns the batch with other rows of the page table."""
-    return dataclasses.replace(batch, req_pool_indices=batch.req_pool_indices.new_tensor(rows))
-
-
-def all_backends(*worlds: World) -> list[AttentionBackend]:
-    return [world.backend for world in worlds]

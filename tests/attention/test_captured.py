@@ -47,7 +47,9 @@ def device(graph_device: GraphDevice) -> torch.device:
 
 @pytest.fixture
 def world(backend_name: str, device: torch.device) -> World:
-    return World(spec(num_heads=2, num_kv_heads=1, head_dim=32, window=150), backend=backend_name, device=device)
+    return World(
+        spec(num_heads=2, num_kv_heads=1, head_dim=32, window=150), backend=backend_name, device=device
+    )
 
 
 def padded(world: World, mode: ForwardMode, requests: list[Request]) -> ForwardBatch:
@@ -115,9 +117,3 @@ def test_a_replay_of_sizes_that_were_not_captured_is_an_error(world: World) -> N
     verify = padded(world, ForwardMode.TARGET_VERIFY, BATCHES[ForwardMode.TARGET_VERIFY][1])
     with pytest.raises(ConfigError, match="target_verify"):
         world.backend.plan_for_replay(verify)
-
-
-def test_an_idle_rank_replays_the_graph_of_decode(world: World) -> None:
-    world.backend.plan_for_capture(padded(world, ForwardMode.DECODE, BATCHES[ForwardMode.DECODE][1]))
-    idle = world.batch(ForwardMode.IDLE, [Request(0, 0, 1)] * NUM_REQUESTS)
-    world.backend.plan_for_replay(idle)

@@ -77,7 +77,9 @@ def test_a_block_of_a_diffusion_model_sees_all_of_itself(backend_name: str, devi
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("mode", "requests"), [(ForwardMode.EXTEND, EXTEND), (ForwardMode.DECODE, DECODE)], ids=["extend", "decode"]
+    ("mode", "requests"),
+    [(ForwardMode.EXTEND, EXTEND), (ForwardMode.DECODE, DECODE)],
+    ids=["extend", "decode"],
 )
 def test_half_precision(
     mode: ForwardMode,
