@@ -272,6 +272,11 @@ class ModelRunner:
         return self._graph_device.torch_device
 
     @property
+    def is_emulated(self) -> bool:
+        """Whether graphs are imitated on the CPU, so that times say nothing about a GPU."""
+        return self._graph_device.is_emulated
+
+    @property
     def start_loc_encoding(self) -> StartLocEncoding:
         """What the prefill's attention backend counts; it exists before the first batch."""
         self._stages.require(Stage.ATTENTION, "A batch")
