@@ -21,7 +21,7 @@ from rich.text import Text
 from sgl_piecewise.models.loading import DEFAULT_MODEL
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.sampling import NO_TOP_K, SamplingParams
-from sgl_piecewise.runtime.errors import SglPiecewiseError
+from sgl_piecewise.runtime.errors import ConfigError, SglPiecewiseError
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 
@@ -44,7 +44,7 @@ from .comparison.report import check_can_write, write_report
 from .comparison.table import print_report
 from .generation.engine import EngineOptions
 from .generation.printing import TokenPrinter, closing_line
-from .generation.setup import EngineSetup, build_engine, plan_of, requests_of
+from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
 
 EXIT_WRONG = 1
 EXIT_REQUEST = 2
@@ -196,6 +196,8 @@ def generate(
 ) -> None:
     """Generate text: continuous batching on graphs, and which forward ran how."""
     with _errors_as_messages(traceback):
+        if not prompt and not prompt_ids:
+            raise ConfigError("There is no prompt. Give one with --prompt TEXT, or with --prompt-ids 1,2,3.")
         torch_device = resolve_device(device)
         setup = EngineSetup(
             model=model,
@@ -221,21 +223,23 @@ def generate(
         )
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with _progress_bar() as on_progress:
-            engine, loaded = build_engine(setup, on_progress)
-        requests = requests_of(
-            prompt or [],
-            prompt_ids or [],
-            loaded,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_texts=tuple(stop or ()),
-        )
+            loaded = load_for(setup)
+            requests = requests_of(
+                prompt or [],
+                prompt_ids or [],
+                loaded,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop_texts=tuple(stop or ()),
+            )
+            engine = build_engine(setup, loaded, on_progress)
         printer = TokenPrinter(Console(), num_prompts=len(requests), has_text=loaded.tokenizer is not None)
         clock, errors = PhaseClock(), Console(stderr=True, soft_wrap=True)
         try:
             with clock.phase("generate"):
                 engine.generate(requests, on_event=printer)
         finally:
+            printer.close()
             for change in engine.runner.plan_changes:
                 errors.print(Text(f"Plan: {change}"))
             if explain:
