@@ -11,14 +11,14 @@ Shapes: `T` tokens, `H` query heads, `K` KV heads, `D` head size, `E` hidden, `M
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
 from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
-from .rope import RotaryEmbedding, rotate
+from .rope import RotaryEmbedding
 
 
 def _linear(

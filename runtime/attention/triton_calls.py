@@ -9,6 +9,7 @@ Shapes: `B` requests, `T` query tokens, `H` query heads, `K` KV heads, `D` head 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .base import AttentionSpec
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
-_TARGET_PROGRAMS = 528  # four for each multiprocessor of an H200
+_TARGET_PROGRAMS = 396  # the three that fit into each multiprocessor of an H200
 _MAX_SPLITS = 64
 
 
@@ -58,7 +59,7 @@ def num_splits_for(num_requests: int, num_kv_heads: int, max_context: int) -> in
 def tile_rows(head_dim: int, dtype: torch.dtype) -> int:
     """Returns how many query rows a tile of `extend_attention` has."""
     if dtype is torch.float32:
-        return 64
+        return 32
     return 128 if head_dim <= 128 else 64
 
 
@@ -74,6 +75,7 @@ def decode_attention(
     num_splits: int,
     layer: AttentionSpec,
     is_causal: bool = True,
+    blocks: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Attends the last tokens of each request to its whole context, in the pool.
 
@@ -88,6 +90,7 @@ def decode_attention(
         num_splits: From `num_splits_for`.
         layer: The layer's constants.
         is_causal: Whether a query sees only what is before it; else all of its request's context.
+        blocks: Block size and launch options other than the built-in ones, for tuning.
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh.
@@ -128,7 +131,7 @@ def decode_attention(
         BLOCK_M=block_m,
         NUM_SPLITS=num_splits,
         **_layer_constants(layer, q_THD.dtype),
-        **_decode_blocks(block_d, q_THD.dtype),
+        **(_decode_blocks(block_d, q_THD.dtype) if blocks is None else blocks),
     )
     if num_splits > 1:
         launch(
@@ -158,6 +161,7 @@ def extend_attention(
     query_start_B: torch.Tensor,
     tiles_X2: torch.Tensor,
     layer: AttentionSpec,
+    blocks: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Attends new tokens to their request's prefix in the pool, and causally to each other.
 
@@ -173,6 +177,7 @@ def extend_attention(
         query_start_B: First token of each request, and the end (int32[B + 1]).
         tiles_X2: The tiles (int32[X, 2]), of `tile_rows` rows each: see `plan.tile_table`.
         layer: The layer's constants.
+        blocks: Block size and launch options other than the built-in ones, for tuning.
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh; zero in rows of no request.
@@ -209,7 +214,7 @@ def extend_attention(
         BLOCK_D=block_d,
         BLOCK_M=tile_rows(head_dim, q_THD.dtype),
         **_layer_constants(layer, q_THD.dtype),
-        **_extend_blocks(block_d, q_THD.dtype),
+        **(_extend_blocks(block_d, q_THD.dtype) if blocks is None else blocks),
     )  # fmt: skip
     return out_THD
 
@@ -224,20 +229,23 @@ def _layer_constants(layer: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]
 
 
 def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
-    """Steps that keep enough loads in flight and fit the shared memory of a Hopper multiprocessor."""
+    """Steps that keep enough loads in flight and fit the shared memory of a Hopper multiprocessor.
+
+    Keys wait for their slots, so Triton spreads its stages over two loads: five give two buffers.
+    """
     if dtype is torch.float32:
-        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_N": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_N": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 5}
 
 
 def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype is torch.float32:
-        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if block_d <= 64:
         return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
     if block_d <= 128:
         return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 
 
 def _power_of_two(number: int) -> int:
