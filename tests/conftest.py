@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, and some test or library might be earlier than ours.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 if TYPE_CHECKING:
     from sgl_piecewise.runtime.capture.device import GraphDevice
