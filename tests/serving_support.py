@@ -132,7 +132,7 @@ def scheduled(mix: Mix, at: World) -> ScheduleBatch:
             logprobs=LogprobRequest(start_len=prefix, top_num=index) if mix.has_logprobs else None,
         )
         if prefix:
-            schedule(ForwardMode.EXTEND, [req], [prefix], at.allocator, at.table)
+            at.forward(schedule(ForwardMode.EXTEND, [req], [prefix], at.allocator, at.table))
             req.num_computed_tokens = prefix
         reqs.append(req)
     speculative = dllm = None

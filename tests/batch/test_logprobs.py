@@ -40,8 +40,8 @@ def request(at: World, index: int, prompt: int, prefix: int, start: int | None) 
 def test_rows_targets_and_samples(given_requests: list[tuple[int, int, int, int | None]], more: int) -> None:
     at = world()
     reqs, news, expected = [], [], []
-    for index, (prompt, chunk, prefix, start) in enumerate(given_requests):
-        prefix = min(prefix, prompt - 1)
+    for index, (prompt, chunk, computed, start) in enumerate(given_requests):
+        prefix = min(computed, prompt - 1)
         new = min(chunk, prompt - prefix)
         req = request(at, index, prompt, prefix, start)
         reqs.append(req)
