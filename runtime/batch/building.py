@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..errors import BatchError
@@ -92,22 +93,26 @@ def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> Ca
 def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torch.Tensor]:
     params = [req.sampling for req in batch.reqs]
     host = {
-        "req_pool_indices": batch.req_pool_indices_cpu.to(torch.int64),
-        "seq_lens": batch.seq_lens_cpu.to(torch.int64),
-        "temperatures": torch.tensor([param.temperature for param in params], dtype=torch.float32),
-        "top_ks": torch.tensor([param.top_k for param in params], dtype=torch.int32),
-        "top_ps": torch.tensor([param.top_p for param in params], dtype=torch.float32),
-        "num_real_tokens": torch.tensor(batch.input_ids.numel(), dtype=torch.int32),
+        "req_pool_indices": _int64(batch.req_pool_indices_cpu),
+        "seq_lens": _int64(batch.seq_lens_cpu),
+        "temperatures": np.array([param.temperature for param in params], dtype=np.float32),
+        "top_ks": np.array([param.top_k for param in params], dtype=np.int32),
+        "top_ps": np.array([param.top_p for param in params], dtype=np.float32),
+        "num_real_tokens": np.array(batch.input_ids.numel(), dtype=np.int32),
     }
     if batch.extend_lens is not None and batch.prefix_lens is not None:
-        host["extend_seq_lens"] = torch.tensor(batch.extend_lens, dtype=torch.int32)
-        host["extend_prefix_lens"] = torch.tensor(batch.prefix_lens, dtype=torch.int32)
+        host["extend_seq_lens"] = np.array(batch.extend_lens, dtype=np.int32)
+        host["extend_prefix_lens"] = np.array(batch.prefix_lens, dtype=np.int32)
     if batch.dllm is not None:
-        host["block_offsets"] = torch.tensor(batch.dllm.block_offsets, dtype=torch.int64)
+        host["block_offsets"] = np.array(batch.dllm.block_offsets, dtype=np.int64)
     if batch.input_ids.device.type == "cpu":
-        host["input_ids"] = batch.input_ids.to(torch.int64)
+        host["input_ids"] = _int64(batch.input_ids)
         return copy_to_device(host, device)
     return copy_to_device(host, device) | {"input_ids": _own(batch.input_ids, device, torch.int64)}
+
+
+def _int64(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy().astype(np.int64, copy=False)
 
 
 def _own(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

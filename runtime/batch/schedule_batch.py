@@ -110,6 +110,8 @@ class ScheduleBatch:
             BatchError: Two fields contradict each other; names them.
         """
         num_reqs, num_tokens = len(self.reqs), self.input_ids.numel()
+        if len({id(req) for req in self.reqs}) != num_reqs:
+            raise BatchError("reqs: a request stands twice in one batch.")
         for name in ("req_pool_indices_cpu", "seq_lens_cpu"):
             if getattr(self, name).numel() != num_reqs:
                 raise BatchError(f"{name}: {getattr(self, name).numel()} entries for {num_reqs} requests.")
@@ -174,13 +176,13 @@ class ScheduleBatch:
 def can_schedule(
     reqs: Sequence[Req], num_new_tokens: Sequence[int], allocator: KVSlotAllocator, table: ReqToTokenPool
 ) -> bool:
-    """Whether rows and slots for these requests are free now; takes nothing."""
+    """Whether rows and slots for these requests are free now; takes nothing.
+
+    Says nothing of requests that are longer than the table's ``max_context``: they never fit.
+    """
+    seq_lens = [req.num_computed_tokens + new for req, new in zip(reqs, num_new_tokens, strict=True)]
     num_rows = sum(req.req_pool_index is None for req in reqs)
-    num_slots = sum(
-        _num_missing_slots(req, req.num_computed_tokens + num_new, table)
-        for req, num_new in zip(reqs, num_new_tokens, strict=True)
-    )
-    return table.can_allocate(num_rows) and allocator.can_allocate(num_slots)
+    return table.can_allocate(num_rows) and allocator.can_allocate(sum(_missing_slots(reqs, seq_lens, table)))
 
 
 def schedule(
@@ -221,7 +223,8 @@ def schedule(
         raise BatchError(f"dllm.block_offsets: {len(dllm.block_offsets)} entries for {len(reqs)} requests.")
     prefix_lens = [req.num_computed_tokens for req in reqs] if dllm is None else list(dllm.block_offsets)
     seq_lens = [prefix_len + num_new for prefix_len, num_new in zip(prefix_lens, num_new_tokens, strict=True)]
-    _check_room(reqs, seq_lens, allocator, table)
+    missing = _missing_slots(reqs, seq_lens, table)
+    _check_room(reqs, seq_lens, missing, allocator, table)
     if input_ids is None:
         input_ids = _following_tokens(reqs, prefix_lens, seq_lens)
     has_extend = forward_mode.is_extend(include_draft_extend_v2=True)
@@ -252,7 +255,7 @@ def schedule(
         capture_hidden_mode=capture_hidden_mode,
     )
     batch.check()
-    _take(batch, prefix_lens, seq_lens, allocator, table)
+    _take(batch, prefix_lens, num_new_tokens, missing, allocator, table)
     return batch
 
 
@@ -266,13 +269,22 @@ def release(req: Req, allocator: KVSlotAllocator, table: ReqToTokenPool) -> None
     req.num_computed_tokens = 0
 
 
-def _num_missing_slots(req: Req, seq_len: int, table: ReqToTokenPool) -> int:
-    held = 0 if req.req_pool_index is None else table.num_tokens(req.req_pool_index)
-    return max(0, seq_len - held)
+def _missing_slots(reqs: Sequence[Req], seq_lens: Sequence[int], table: ReqToTokenPool) -> list[int]:
+    """How many slots each request lacks for that length; one that waits has none."""
+    rows = [req.req_pool_index for req in reqs if req.req_pool_index is not None]
+    held = iter(table.nums_tokens(rows).tolist())
+    return [
+        max(0, seq_len - (0 if req.req_pool_index is None else next(held)))
+        for req, seq_len in zip(reqs, seq_lens, strict=True)
+    ]
 
 
 def _check_room(
-    reqs: Sequence[Req], seq_lens: Sequence[int], allocator: KVSlotAllocator, table: ReqToTokenPool
+    reqs: Sequence[Req],
+    seq_lens: Sequence[int],
+    missing: Sequence[int],
+    allocator: KVSlotAllocator,
+    table: ReqToTokenPool,
 ) -> None:
     """Raises before anything is taken, so that a refused batch leaves no trace."""
     for req, seq_len in zip(reqs, seq_lens, strict=True):
@@ -281,10 +293,7 @@ def _check_room(
                 f"Request {req.request_id!r} would have {seq_len} tokens, and the pool allows max_context="
                 f"{table.max_context}. Refuse or truncate it before it is scheduled."
             )
-    num_rows = sum(req.req_pool_index is None for req in reqs)
-    num_slots = sum(
-        _num_missing_slots(req, seq_len, table) for req, seq_len in zip(reqs, seq_lens, strict=True)
-    )
+    num_rows, num_slots = sum(req.req_pool_index is None for req in reqs), sum(missing)
     if not table.can_allocate(num_rows) or not allocator.can_allocate(num_slots):
         raise PoolError(
             f"{num_rows} request rows and {num_slots} slots are needed; {table.num_free} rows and "
@@ -317,18 +326,15 @@ def _logprob_start(req: Req, prefix_len: int, seq_len: int) -> int:
 def _take(
     batch: ScheduleBatch,
     prefix_lens: Sequence[int],
-    seq_lens: Sequence[int],
+    num_new_tokens: Sequence[int],
+    missing: Sequence[int],
     allocator: KVSlotAllocator,
     table: ReqToTokenPool,
 ) -> None:
-    missing = [
-        _num_missing_slots(req, seq_len, table) for req, seq_len in zip(batch.reqs, seq_lens, strict=True)
-    ]
     for req in batch.reqs:
         if req.req_pool_index is None:
             req.req_pool_index = table.allocate()
     rows = [req.req_pool_index for req in batch.reqs if req.req_pool_index is not None]
     table.append(rows, missing, allocator.allocate(sum(missing)))
-    counts = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens, strict=True)]
     batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
-    batch.out_cache_loc = table.gather(rows, prefix_lens, counts)
+    batch.out_cache_loc = table.gather(rows, prefix_lens, num_new_tokens)
