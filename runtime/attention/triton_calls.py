@@ -9,7 +9,6 @@ Shapes: `B` requests, `T` query tokens, `H` query heads, `K` KV heads, `D` head 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,7 +74,6 @@ def decode_attention(
     num_splits: int,
     layer: AttentionSpec,
     is_causal: bool = True,
-    blocks: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Attends the last tokens of each request to its whole context, in the pool.
 
@@ -90,7 +88,6 @@ def decode_attention(
         num_splits: From `num_splits_for`.
         layer: The layer's constants.
         is_causal: Whether a query sees only what is before it; else all of its request's context.
-        blocks: Block size and launch options other than the built-in ones, for tuning.
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh.
@@ -131,7 +128,7 @@ def decode_attention(
         BLOCK_M=block_m,
         NUM_SPLITS=num_splits,
         **_layer_constants(layer, q_THD.dtype),
-        **(_decode_blocks(block_d, q_THD.dtype) if blocks is None else blocks),
+        **_decode_blocks(block_d, q_THD.dtype),
     )
     if num_splits > 1:
         launch(
@@ -161,7 +158,6 @@ def extend_attention(
     query_start_B: torch.Tensor,
     tiles_X2: torch.Tensor,
     layer: AttentionSpec,
-    blocks: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Attends new tokens to their request's prefix in the pool, and causally to each other.
 
@@ -177,7 +173,6 @@ def extend_attention(
         query_start_B: First token of each request, and the end (int32[B + 1]).
         tiles_X2: The tiles (int32[X, 2]), of `tile_rows` rows each: see `plan.tile_table`.
         layer: The layer's constants.
-        blocks: Block size and launch options other than the built-in ones, for tuning.
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh; zero in rows of no request.
@@ -214,7 +209,7 @@ def extend_attention(
         BLOCK_D=block_d,
         BLOCK_M=tile_rows(head_dim, q_THD.dtype),
         **_layer_constants(layer, q_THD.dtype),
-        **(_extend_blocks(block_d, q_THD.dtype) if blocks is None else blocks),
+        **_extend_blocks(block_d, q_THD.dtype),
     )  # fmt: skip
     return out_THD
 
