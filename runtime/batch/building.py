@@ -13,6 +13,7 @@ import torch
 
 from ..errors import BatchError
 from ..kv.loc_plan import KVLocPlan
+from ..kv.req_to_token import SCRATCH_ROW
 from ..kv.staging import copy_to_device
 from .fields import ExtendFields, LogprobFields, PaddingFields
 from .forward_batch import BatchRunner, ForwardBatch
@@ -33,6 +34,8 @@ def build_forward_batch(
 ) -> ForwardBatch:
     """`ForwardBatch.init_new`; see there."""
     batch.check()
+    translator = runner.kv_translator
+    _check_fits(batch, *translator.table_shape)
     owned = _owned_tensors(batch, runner.device)
     per_req = batch.num_tokens_per_req
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
@@ -68,7 +71,6 @@ def build_forward_batch(
         ),
         dllm=batch.dllm,
     )
-    translator = runner.kv_translator
     if kv_plan is None:
         kv_plan = translator.own_plan(
             batch.out_cache_loc, num_rows=len(batch.reqs) if per_req and batch.reqs else 1
@@ -88,6 +90,20 @@ def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> Ca
         else max(runner.capture_hidden_mode, batch.capture_hidden_mode)
     )
     return asked if batch.speculative is None else max(asked, batch.speculative.capture_hidden_mode)
+
+
+def _check_fits(batch: ScheduleBatch, num_rows: int, max_context: int) -> None:
+    """Raises for what would be an index out of range on the device, where no error names a field."""
+    if not batch.reqs:
+        return
+    longest = int(batch.seq_lens_cpu.max())
+    if longest > max_context:
+        raise BatchError(f"seq_lens_cpu: {longest} tokens, and the pool allows max_context={max_context}.")
+    lowest, highest = (int(bound) for bound in batch.req_pool_indices_cpu.aminmax())
+    if lowest <= SCRATCH_ROW or highest >= num_rows:
+        raise BatchError(
+            f"req_pool_indices_cpu: rows {lowest} to {highest}; requests have rows 1 to {num_rows - 1}."
+        )
 
 
 def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import BatchError, PoolError
 from ..kv.allocator import KVSlotAllocator
+from ..kv.pool import KVPool
 from ..kv.req_to_token import ReqToTokenPool
 from ..kv.slots import VirtualSlots
 from .forward_mode import CaptureHiddenMode, ForwardMode, NewTokens
@@ -110,7 +111,7 @@ class ScheduleBatch:
             BatchError: Two fields contradict each other; names them.
         """
         num_reqs, num_tokens = len(self.reqs), self.input_ids.numel()
-        if len({id(req) for req in self.reqs}) != num_reqs:
+        if len(set(map(id, self.reqs))) != num_reqs:
             raise BatchError("reqs: a request stands twice in one batch.")
         for name in ("req_pool_indices_cpu", "seq_lens_cpu"):
             if getattr(self, name).numel() != num_reqs:
@@ -267,6 +268,27 @@ def release(req: Req, allocator: KVSlotAllocator, table: ReqToTokenPool) -> None
     table.free(req.req_pool_index)
     req.req_pool_index = None
     req.num_computed_tokens = 0
+
+
+def release_out_of_window(
+    req: Req, pool: KVPool, allocator: KVSlotAllocator, table: ReqToTokenPool
+) -> dict[str, int]:
+    """Gives back a running request's slots in sliding-window sub-pools that no later token reads.
+
+    Called between forwards, once ``num_computed_tokens`` is that of the last one.
+
+    Returns:
+        How many slots were given back, by sub-pool; empty where no sub-pool has a window.
+    """
+    released: dict[str, int] = {}
+    for name, sub_pool in pool.sub_pools.items():
+        window = sub_pool.spec.window
+        if window is None or req.req_pool_index is None:
+            continue
+        # The next token reads itself and the window - 1 before it.
+        num_unread = max(0, req.num_computed_tokens + 1 - window)
+        released[name] = allocator.release(table.slots(req.req_pool_index, 0, num_unread), pool=name)
+    return released
 
 
 def _missing_slots(reqs: Sequence[Req], seq_lens: Sequence[int], table: ReqToTokenPool) -> list[int]:
