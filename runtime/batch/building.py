@@ -40,6 +40,10 @@ def build_forward_batch(
     per_req = batch.num_tokens_per_req
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
     preset = _preset_positions(batch, positions)
+    if preset is not None:
+        preset = _own(preset, runner.device, torch.int64)
+    elif batch.dllm is not None:
+        preset = block_positions(owned["block_offsets"], batch.dllm.block_size)
     forward = ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.reqs),
@@ -48,7 +52,7 @@ def build_forward_batch(
         seq_lens=owned["seq_lens"],
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
         write_slots={},
-        positions=cache_positions if preset is None else _own(preset, runner.device, torch.int64),
+        positions=cache_positions if preset is None else preset,
         seq_lens_sum=int(batch.seq_lens_cpu.sum()),
         num_tokens_per_req=per_req,
         capture_hidden_mode=(
@@ -148,9 +152,7 @@ def _extend_and_positions(
     positions, start_loc = compute_position(
         owned["extend_prefix_lens"], owned["extend_seq_lens"], num_tokens, encoding
     )
-    if batch.dllm is not None:
-        positions = block_positions(owned["block_offsets"], batch.dllm.block_size)
-    elif per_req is not None:
+    if per_req is not None:
         positions = clamp_position(owned["seq_lens"], per_req)
     extend = ExtendFields(
         extend_seq_lens=owned["extend_seq_lens"],

@@ -15,12 +15,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.padding import pad_batch
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import (
-    can_schedule,
-    release,
-    release_out_of_window,
-    schedule,
-)
+from sgl_piecewise.runtime.batch.scheduling import can_schedule, release, release_out_of_window, schedule
 from sgl_piecewise.runtime.errors import BatchError, ConfigError, PoolError
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator
 from sgl_piecewise.runtime.kv.slots import FULL_POOL, WINDOW_POOL, VirtualSlots
