@@ -39,11 +39,7 @@ def build_forward_batch(
     owned = _owned_tensors(batch, runner.device)
     per_req = batch.num_tokens_per_req
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
-    preset = _preset_positions(batch, positions)
-    if preset is not None:
-        preset = _own(preset, runner.device, torch.int64)
-    elif batch.dllm is not None:
-        preset = block_positions(owned["block_offsets"], batch.dllm.block_size)
+    own_positions = _own_positions(batch, owned, positions, runner.device)
     forward = ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.reqs),
@@ -52,7 +48,7 @@ def build_forward_batch(
         seq_lens=owned["seq_lens"],
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
         write_slots={},
-        positions=cache_positions if preset is None else preset,
+        positions=cache_positions if own_positions is None else own_positions,
         seq_lens_sum=int(batch.seq_lens_cpu.sum()),
         num_tokens_per_req=per_req,
         capture_hidden_mode=(
@@ -166,15 +162,23 @@ def _extend_and_positions(
     return extend, positions
 
 
-def _preset_positions(batch: ScheduleBatch, positions: torch.Tensor | None) -> torch.Tensor | None:
+def _own_positions(
+    batch: ScheduleBatch,
+    owned: dict[str, torch.Tensor],
+    positions: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Returns positions that do not follow from the lengths: preset ones, or those of blocks."""
     if positions is None and batch.speculative is not None:
         positions = batch.speculative.positions
-    if positions is not None and positions.shape[-1] != batch.input_ids.numel():
+    if positions is None:
+        return None if batch.dllm is None else block_positions(owned["block_offsets"], batch.dllm.block_size)
+    if positions.shape[-1] != batch.input_ids.numel():
         raise BatchError(
             f"positions: shape {tuple(positions.shape)} for {batch.input_ids.numel()} tokens; the last "
             "dimension runs over the tokens."
         )
-    return positions
+    return _own(positions, device, torch.int64)
 
 
 def _logprobs(batch: ScheduleBatch) -> LogprobFields | None:
