@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_support import WINDOW, World, example_mix, scheduled, world
 
@@ -46,6 +46,7 @@ def assert_reads_own_tokens(at: World, batch: ForwardBatch, reqs: list[Req]) -> 
             assert at.pool.v_buffer(layer_id)[row, 0, 0].tolist() == list(range(begin, seq_len))
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(0, 4))
 def test_requests_read_their_own_tokens_whoever_comes_and_goes(seed: int, padding: int) -> None:
     """Chunked prefills and decodes in one pool that is too small for all, windows released as they move."""
