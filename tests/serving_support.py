@@ -13,7 +13,8 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode, NewTokens
 from sgl_piecewise.runtime.batch.positions import StartLocEncoding
 from sgl_piecewise.runtime.batch.request import LogprobRequest, Req
-from sgl_piecewise.runtime.batch.schedule_batch import DllmBlocks, ScheduleBatch, SpeculativeInput, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import DllmBlocks, ScheduleBatch, SpeculativeInput
+from sgl_piecewise.runtime.batch.scheduling import schedule
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator
 from sgl_piecewise.runtime.kv.pool import KVPool, KVSubPool, SubPoolSpec
 from sgl_piecewise.runtime.kv.req_to_token import ReqToTokenPool

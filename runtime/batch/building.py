@@ -13,6 +13,7 @@ import torch
 
 from ..errors import BatchError
 from ..kv.loc_plan import KVLocPlan
+from ..kv.req_to_token import SCRATCH_ROW
 from ..kv.staging import copy_to_device
 from .fields import ExtendFields, LogprobFields, PaddingFields
 from .forward_batch import BatchRunner, ForwardBatch
@@ -33,10 +34,12 @@ def build_forward_batch(
 ) -> ForwardBatch:
     """`ForwardBatch.init_new`; see there."""
     batch.check()
+    translator = runner.kv_translator
+    _check_fits(batch, *translator.table_shape)
     owned = _owned_tensors(batch, runner.device)
     per_req = batch.num_tokens_per_req
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
-    preset = _preset_positions(batch, positions)
+    own_positions = _own_positions(batch, owned, positions, runner.device)
     forward = ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.reqs),
@@ -45,7 +48,7 @@ def build_forward_batch(
         seq_lens=owned["seq_lens"],
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
         write_slots={},
-        positions=cache_positions if preset is None else _own(preset, runner.device, torch.int64),
+        positions=cache_positions if own_positions is None else own_positions,
         seq_lens_sum=int(batch.seq_lens_cpu.sum()),
         num_tokens_per_req=per_req,
         capture_hidden_mode=(
@@ -68,7 +71,6 @@ def build_forward_batch(
         ),
         dllm=batch.dllm,
     )
-    translator = runner.kv_translator
     if kv_plan is None:
         kv_plan = translator.own_plan(
             batch.out_cache_loc, num_rows=len(batch.reqs) if per_req and batch.reqs else 1
@@ -88,6 +90,20 @@ def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> Ca
         else max(runner.capture_hidden_mode, batch.capture_hidden_mode)
     )
     return asked if batch.speculative is None else max(asked, batch.speculative.capture_hidden_mode)
+
+
+def _check_fits(batch: ScheduleBatch, num_rows: int, max_context: int) -> None:
+    """Raises for what would be an index out of range on the device, where no error names a field."""
+    if not batch.reqs:
+        return
+    longest = int(batch.seq_lens_cpu.max())
+    if longest > max_context:
+        raise BatchError(f"seq_lens_cpu: {longest} tokens, and the pool allows max_context={max_context}.")
+    lowest, highest = (int(bound) for bound in batch.req_pool_indices_cpu.aminmax())
+    if lowest <= SCRATCH_ROW or highest >= num_rows:
+        raise BatchError(
+            f"req_pool_indices_cpu: rows {lowest} to {highest}; requests have rows 1 to {num_rows - 1}."
+        )
 
 
 def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torch.Tensor]:
@@ -132,9 +148,7 @@ def _extend_and_positions(
     positions, start_loc = compute_position(
         owned["extend_prefix_lens"], owned["extend_seq_lens"], num_tokens, encoding
     )
-    if batch.dllm is not None:
-        positions = block_positions(owned["block_offsets"], batch.dllm.block_size)
-    elif per_req is not None:
+    if per_req is not None:
         positions = clamp_position(owned["seq_lens"], per_req)
     extend = ExtendFields(
         extend_seq_lens=owned["extend_seq_lens"],
@@ -148,15 +162,23 @@ def _extend_and_positions(
     return extend, positions
 
 
-def _preset_positions(batch: ScheduleBatch, positions: torch.Tensor | None) -> torch.Tensor | None:
+def _own_positions(
+    batch: ScheduleBatch,
+    owned: dict[str, torch.Tensor],
+    positions: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Returns positions that do not follow from the lengths: preset ones, or those of blocks."""
     if positions is None and batch.speculative is not None:
         positions = batch.speculative.positions
-    if positions is not None and positions.shape[-1] != batch.input_ids.numel():
+    if positions is None:
+        return None if batch.dllm is None else block_positions(owned["block_offsets"], batch.dllm.block_size)
+    if positions.shape[-1] != batch.input_ids.numel():
         raise BatchError(
             f"positions: shape {tuple(positions.shape)} for {batch.input_ids.numel()} tokens; the last "
             "dimension runs over the tokens."
         )
-    return positions
+    return _own(positions, device, torch.int64)
 
 
 def _logprobs(batch: ScheduleBatch) -> LogprobFields | None:

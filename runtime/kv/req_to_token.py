@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, PoolError
-from .slots import SCRATCH_SLOT, VirtualSlots
+from .slots import VirtualSlots
 
 SCRATCH_ROW = 0
 
@@ -75,7 +75,6 @@ class ReqToTokenPool:
             PoolError: The row is scratch, out of range or free already.
         """
         self._used([row])
-        self._table[row, : self._num_tokens[row]] = SCRATCH_SLOT
         self._num_tokens[row] = 0
         self._is_used[row] = False
         self._free.append(row)

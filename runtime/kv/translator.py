@@ -30,6 +30,10 @@ class KVIndexTranslator:
         allocator: Who knows which physical slot backs a virtual one.
         req_to_token: The scheduler's table; only its shape is used.
 
+    Attributes:
+        pool: The buffers.
+        num_translations: How often slots were translated; once per iteration is the aim.
+
     Raises:
         ConfigError: Pool and allocator have other sub-pools or other sizes.
     """
@@ -57,6 +61,12 @@ class KVIndexTranslator:
     def device(self) -> torch.device:
         """Where slots and tables live."""
         return next(iter(self._tables.values())).device
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Rows of each table, the scratch row included, and tokens per row."""
+        num_rows, max_context = next(iter(self._tables.values())).shape
+        return num_rows, max_context
 
     def req_to_token(self, pool: str) -> torch.Tensor:
         """Returns a sub-pool's table (int32[requests + 1, max_context]), at a fixed address.

@@ -11,7 +11,8 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.padding import cut_requests, pad_batch
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import SpeculativeInput, release, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import SpeculativeInput
+from sgl_piecewise.runtime.batch.scheduling import release, schedule
 from sgl_piecewise.runtime.batch.static_buffers import StaticBatchBuffers
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice

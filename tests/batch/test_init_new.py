@@ -11,7 +11,8 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
 from sgl_piecewise.runtime.batch.request import Req
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
-from sgl_piecewise.runtime.batch.schedule_batch import ScheduleBatch, SpeculativeInput, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import DllmBlocks, ScheduleBatch, SpeculativeInput
+from sgl_piecewise.runtime.batch.scheduling import schedule
 from sgl_piecewise.runtime.errors import BatchError, PoolError
 
 
@@ -88,6 +89,18 @@ def test_a_rewritten_block_has_the_same_positions_and_slots_in_every_pass() -> N
     second = at.forward(again)
     assert torch.equal(second.positions, first.positions)
     assert torch.equal(second.out_cache_loc, first.out_cache_loc)
+
+
+def test_a_blocks_positions_are_its_own_and_its_places_in_the_cache_are_not() -> None:
+    """Positions come from the offsets, places from the prefix."""
+    at = world()
+    batch = scheduled(example_mix(ForwardMode.DLLM_EXTEND), at)
+    batch.dllm = DllmBlocks(block_size=4, block_offsets=(20, 5, 40))
+    forward = at.forward(batch)
+    forward.check()
+    assert forward.positions.view(3, 4)[:, 0].tolist() == [20, 5, 40]
+    row = at.kv_translator.req_to_token("full")[forward.req_pool_indices[0]]
+    assert row[3:7].tolist() == forward.out_cache_loc[:4].tolist()
 
 
 def test_preset_positions_are_taken_over_and_copied() -> None:

@@ -13,7 +13,7 @@ from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.logprobs import logit_rows
 from sgl_piecewise.runtime.batch.padding import pad_batch
 from sgl_piecewise.runtime.batch.request import LogprobRequest, Req
-from sgl_piecewise.runtime.batch.schedule_batch import schedule
+from sgl_piecewise.runtime.batch.scheduling import schedule
 from sgl_piecewise.runtime.errors import BatchError
 
 # Prompt length, chunk that runs now, prefix before it, start of the wanted log-probabilities (None: none).

@@ -68,7 +68,7 @@ triton_installed = pytest.mark.skipif(
 
 
 @triton_installed
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lens, st.sampled_from(StartLocEncoding))
 def test_triton_extend_positions_equal_torch(
     pairs: list[tuple[int, int]], encoding: StartLocEncoding
@@ -82,7 +82,7 @@ def test_triton_extend_positions_equal_torch(
 
 
 @triton_installed
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seq_lens, st.integers(1, 9))
 def test_triton_clamped_positions_equal_torch(given_lens: list[int], per_req: int) -> None:
     from sgl_piecewise.runtime.batch.positions_triton import clamp_position_triton

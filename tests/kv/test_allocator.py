@@ -128,6 +128,15 @@ def test_sizes_that_cannot_be() -> None:
         SlotAllocator(2).allocate(-1)
 
 
+def test_translations_belong_to_the_caller() -> None:
+    allocator = KVSlotAllocator({FULL_POOL: 4, WINDOW_POOL: 4})
+    slots = allocator.allocate(2)
+    for pool in allocator.pools:
+        allocator.translate(slots, pool=pool).fill_(4)
+    assert slots.ids.tolist() == [1, 2]
+    assert allocator.translate(slots, pool=WINDOW_POOL).tolist() == [1, 2]
+
+
 def test_ids_belong_to_the_caller() -> None:
     """Writing to them must not reach the book-keeping."""
     allocator = SlotAllocator(4)

@@ -8,7 +8,8 @@ from serving_support import world
 
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import DllmBlocks, can_schedule, release, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import DllmBlocks
+from sgl_piecewise.runtime.batch.scheduling import can_schedule, release, schedule
 from sgl_piecewise.runtime.errors import BatchError, ConfigError, PoolError
 from sgl_piecewise.runtime.kv.req_to_token import ReqToTokenPool
 from sgl_piecewise.runtime.kv.slots import VirtualSlots

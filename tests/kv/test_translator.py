@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_support import WINDOW, World, example_mix, scheduled, world
 
@@ -15,7 +15,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.padding import pad_batch
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import can_schedule, release, schedule
+from sgl_piecewise.runtime.batch.scheduling import can_schedule, release, release_out_of_window, schedule
 from sgl_piecewise.runtime.errors import BatchError, ConfigError, PoolError
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator
 from sgl_piecewise.runtime.kv.slots import FULL_POOL, WINDOW_POOL, VirtualSlots
@@ -36,16 +36,17 @@ def write_tokens(at: World, batch: ForwardBatch) -> None:
 
 
 def assert_reads_own_tokens(at: World, batch: ForwardBatch, reqs: list[Req]) -> None:
-    """As a backend would: rows of the table, then the buffers; a window reads its last tokens."""
+    """As a backend would: rows of the table, then the buffers; a window begins with its first new token's."""
     for index, req in enumerate(reqs):
         seq_len = int(batch.seq_lens_cpu[index])
         for layer_id, pool in LAYERS.items():
-            begin = 0 if pool == FULL_POOL else max(0, seq_len - WINDOW)
+            begin = 0 if pool == FULL_POOL else max(0, req.num_computed_tokens + 1 - WINDOW)
             row = at.kv_translator.req_to_token(pool)[batch.req_pool_indices[index], begin:seq_len].long()
             assert at.pool.k_buffer(layer_id)[row, 0, 0].tolist() == req.token_ids[begin:seq_len]
             assert at.pool.v_buffer(layer_id)[row, 0, 0].tolist() == list(range(begin, seq_len))
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(0, 4))
 def test_requests_read_their_own_tokens_whoever_comes_and_goes(seed: int, padding: int) -> None:
     """Chunked prefills and decodes in one pool that is too small for all, windows released as they move."""
@@ -80,9 +81,7 @@ def test_requests_read_their_own_tokens_whoever_comes_and_goes(seed: int, paddin
                 running.append(req)
             if req.num_computed_tokens == len(req.token_ids):
                 req.token_ids.append(rng.randint(0, 999))
-            assert req.req_pool_index is not None
-            out_of_window = max(0, req.num_computed_tokens - WINDOW)
-            at.allocator.release(at.table.slots(req.req_pool_index, 0, out_of_window), pool=WINDOW_POOL)
+            release_out_of_window(req, at.pool, at.allocator, at.table)
             if len(req.token_ids) > 14 or rng.random() < 0.1:
                 running.remove(req)
                 release(req, at.allocator, at.table)
@@ -90,6 +89,22 @@ def test_requests_read_their_own_tokens_whoever_comes_and_goes(seed: int, paddin
         release(req, at.allocator, at.table)
     assert [at.allocator.num_free(pool) for pool in at.allocator.pools] == [40, 24]
     assert at.table.num_free == 4
+
+
+def test_a_window_keeps_what_the_next_token_reads() -> None:
+    """Of a window of 4: itself and three before it."""
+    at = world()
+    req = Req.of_prompt("r", range(9))
+    assert release_out_of_window(req, at.pool, at.allocator, at.table) == {}
+    schedule(ForwardMode.EXTEND, [req], [8], at.allocator, at.table)
+    assert release_out_of_window(req, at.pool, at.allocator, at.table) == {WINDOW_POOL: 0}
+    req.num_computed_tokens = 8
+    assert [release_out_of_window(req, at.pool, at.allocator, at.table) for _ in range(2)] == [
+        {WINDOW_POOL: 5},
+        {WINDOW_POOL: 0},
+    ]
+    assert at.allocator.num_free(WINDOW_POOL) == 160 - 3
+    assert at.allocator.num_free(FULL_POOL) == 256 - 8
 
 
 def test_slots_are_translated_once_per_iteration() -> None:
