@@ -37,7 +37,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
 from sgl_piecewise.runtime.batch.positions import StartLocEncoding
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import schedule
+from sgl_piecewise.runtime.batch.scheduling import schedule
 from sgl_piecewise.runtime.capture.cuda_device import CudaDevice
 from sgl_piecewise.runtime.kernels.kernel_set import KernelSet, available_kernel_sets, kernel_set
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator

@@ -14,7 +14,8 @@ from sgl_piecewise.runtime.attention.torch_paged import TorchAttention
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.padding import pad_batch
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import SpeculativeInput, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import SpeculativeInput
+from sgl_piecewise.runtime.batch.scheduling import schedule
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.kv.translator import bind_and_verify_backends
 
