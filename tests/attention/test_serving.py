@@ -15,7 +15,7 @@ from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.padding import pad_batch
 from sgl_piecewise.runtime.batch.request import Req
 from sgl_piecewise.runtime.batch.schedule_batch import SpeculativeInput
-from sgl_piecewise.runtime.batch.scheduling import schedule
+from sgl_piecewise.runtime.batch.scheduling import release_out_of_window, schedule
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.kv.translator import bind_and_verify_backends
 
@@ -82,6 +82,7 @@ def test_many_forwards_of_a_hybrid_model_see_their_own_tokens() -> None:
                 torch.testing.assert_close(out[rows].double(), wanted, rtol=1e-5, atol=1e-5)
         for req, new in zip(reqs, new_lens, strict=True):
             req.num_computed_tokens += new
+            release_out_of_window(req, world.pool, world.allocator, world.table)
 
 
 def test_layers_that_the_pool_does_not_fit_are_refused() -> None:
