@@ -38,16 +38,17 @@ def test_scribbling_over_the_schedule_buffers_changes_nothing(mix: Mix) -> None:
     batch = scheduled(mix, at)
     forward = at.forward(batch)
     expected = snapshot(forward)
-    host = (forward.extend_seq_lens_cpu, forward.extend_prefix_lens_cpu, forward.top_logprobs_nums)
+    host = repr((forward.extend, forward.logprobs, forward.dllm))
     for tensor in tensors_of(batch).values():
         tensor.fill_(-77)
-    for numbers in (batch.extend_lens, batch.prefix_lens, batch.top_logprobs_nums):
+    lists = (batch.extend_lens, batch.prefix_lens, batch.top_logprobs_nums, batch.extend_logprob_start_lens)
+    for numbers in lists:
         if numbers is not None:
             numbers[:] = [-77] * len(numbers)
     for req in batch.reqs:
         req.token_ids[:] = [-77] * len(req.token_ids)
     assert_same(tensors_of(forward), expected)
-    assert (forward.extend_seq_lens_cpu, forward.extend_prefix_lens_cpu, forward.top_logprobs_nums) == host
+    assert repr((forward.extend, forward.logprobs, forward.dllm)) == host
 
 
 @given(mixes())

@@ -168,6 +168,24 @@ def test_static_buffers_stay_where_they_are() -> None:
         at = world()
 
 
+@pytest.mark.parametrize("mode", REAL_MODES)
+def test_every_tensor_that_a_graph_may_read_is_static(mode: ForwardMode) -> None:
+    """A field that is added to the batch and not to the buffers is found here; host twins and sampling stay live."""
+    at = world()
+    buffers = StaticBatchBuffers(
+        max_batch_size=8, max_num_tokens=32, pools=at.kv_translator.pools, device=at.device
+    )
+    static = {tensor.untyped_storage().data_ptr() for tensor in buffers.static_tensors().values()}
+    padded = padded_by(at.forward(scheduled(example_mix(mode), at)), 1, 1, storage=buffers)
+    found = {
+        path.removeprefix("batch."): tensor.untyped_storage().data_ptr() in static
+        for path, tensor in tensors_of(padded).items()
+        if not path.startswith("batch.padding.unpadded")
+    }
+    live = {path for path, is_static in found.items() if not is_static}
+    assert live == {"seq_lens_cpu", "sampling.temperatures", "sampling.top_ks", "sampling.top_ps"}
+
+
 def test_static_buffers_name_what_does_not_fit() -> None:
     at = world()
     batch = at.forward(scheduled(example_mix(ForwardMode.EXTEND), at))

@@ -107,6 +107,16 @@ def test_a_window_keeps_what_the_next_token_reads() -> None:
     assert at.allocator.num_free(FULL_POOL) == 256 - 8
 
 
+def test_a_token_whose_slot_was_released_is_not_lost_in_silence() -> None:
+    at = world()
+    batch = scheduled(example_mix(ForwardMode.EXTEND), at)
+    plan = at.kv_translator.own_plan(batch.out_cache_loc)
+    at.allocator.release(VirtualSlots(batch.out_cache_loc.ids[:2]), pool=WINDOW_POOL)
+    with pytest.raises(PoolError, match="'window': 2 of 7 new tokens have no slot"):
+        at.forward(batch)
+    assert plan.is_open  # A refusal ends nothing.
+
+
 def test_slots_are_translated_once_per_iteration() -> None:
     at = world()
     batch = scheduled(example_mix(ForwardMode.DECODE), at)
