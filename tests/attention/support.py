@@ -17,6 +17,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
 from sgl_piecewise.runtime.batch.positions import StartLocEncoding
 from sgl_piecewise.runtime.batch.sampling import BatchSampling
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 from sgl_piecewise.runtime.kv.pool import KVPool, KVSubPool, SubPoolSpec
 from sgl_piecewise.runtime.kv.slots import FULL_POOL, PhysicalSlots
 from sgl_piecewise.runtime.kv.translator import KVIndexTranslator
@@ -24,6 +25,9 @@ from sgl_piecewise.runtime.kv.translator import KVIndexTranslator
 NUM_SLOTS = 600
 NUM_ROWS = 8
 LIMITS = PlanLimits(max_requests=6, max_tokens=192, max_context=256)
+
+# Twice what rounding inputs, weights and the result to the dtype can do to values of size one.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ class World:
             num_slots=NUM_SLOTS,
             device=device,
         )
-        self.pool = KVPool([sub_pool])
+        self.pool = KVPool(
+            [sub_pool], kernels=kernel_set("torch" if backend == "torch" else "triton", device)
+        )
         for buffer in sub_pool.buffers(layer.layer_index):
             buffer.fill_(torch.nan)
         # Whatever stands behind a context's end is a real slot, of somebody else.
@@ -180,7 +186,7 @@ class World:
                 num_real_tokens=torch.tensor(real, dtype=torch.int32, device=self.device),
                 num_real_tokens_cpu=real,
             ),
-            sampling=cast(BatchSampling, None),  # attention does not look at it
+            sampling=cast("BatchSampling", None),  # attention does not look at it
             extend=ExtendFields(
                 extend_seq_lens=new_lens.to(self.device),
                 extend_prefix_lens=prefix_lens.to(self.device),
@@ -216,7 +222,7 @@ class World:
             begin += one.new
             keys = torch.cat([self.keys[one.row].double().cpu(), k])
             values = torch.cat([self.values[one.row].double().cpu(), v])
-            rows.append(_attention(q, keys, values, one.prefix, self.layer, is_causal))
+            rows.append(dense_attention(q, keys, values, one.prefix, self.layer, is_causal=is_causal))
         return torch.cat(rows)
 
     def run(
@@ -226,9 +232,16 @@ class World:
         return self.backend.run(*tokens, self.layer)
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, layer: AttentionSpec, is_causal: bool
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix: int,
+    layer: AttentionSpec,
+    *,
+    is_causal: bool = True,
 ) -> torch.Tensor:
+    """Attention of one request's new tokens to all of its keys, in the dtype given."""
     group = layer.num_heads // layer.num_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale

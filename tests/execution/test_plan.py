@@ -10,7 +10,6 @@ import pytest
 from sgl_piecewise.runtime.attention.torch_paged import TorchAttention
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.errors import ConfigError
-from sgl_piecewise.runtime.model_runner.attention_names import attention_class
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.runners.padding_policy import PaddingPolicy, sizes_up_to
 from sgl_piecewise.runtime.runners.plan import RUNNER_OF_MODE, ExecutionPlan, ModeStrategy
@@ -56,7 +55,7 @@ def test_a_file_gives_strategies_sizes_attention_and_padding(tmp_path: Path) -> 
         '[modes.extend]\nstrategy = "full"\nrequest_slots = 6\n'
     )
     plan = read_plan(path)
-    assert (plan.prefill_attention, plan.decode_attention) == ("triton", "torch")
+    assert (plan.prefill_attention, plan.decode_attention) == ("triton", "auto")
     assert plan.padding == PaddingPolicy(max_factor=1.5, floor=8)
     assert plan.of(ForwardMode.DECODE) == ModeStrategy(strategy="breakable", capture_sizes=(1, 4))
     assert plan.of(ForwardMode.IDLE).strategy == "breakable"
@@ -134,7 +133,6 @@ def test_what_attention_cannot_hold_is_captured_breakable_and_recorded(
 def test_an_attention_backend_that_does_not_exist_is_refused_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match="did you mean 'triton'"):
         ModelRunner(tiny_model(), plan=ExecutionPlan(prefill_attention="tritn"), options=OPTIONS)
-    assert attention_class("torch") is TorchAttention
 
 
 @pytest.mark.parametrize("maximum", [1, 2, 3, 7, 33])
