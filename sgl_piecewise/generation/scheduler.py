@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
-from sgl_piecewise.runtime.batch.schedule_batch import ScheduleBatch, can_schedule, release, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import ScheduleBatch
+from sgl_piecewise.runtime.batch.scheduling import can_schedule, release, schedule
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator
 from sgl_piecewise.runtime.kv.req_to_token import ReqToTokenPool
@@ -135,7 +136,6 @@ class Scheduler:
     def _retract(self, one: RunningRequest) -> None:
         """Makes a running request wait, first in line; its tokens are kept and computed again."""
         self.end(one)
-        one.num_out_of_window = 0
         self.waiting.appendleft(one)
         self.num_retractions += 1
 

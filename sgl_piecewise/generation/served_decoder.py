@@ -60,18 +60,19 @@ class ServedDecoder:
     def begin_layers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> Any:
         """Returns what the first layer takes."""
         x_TE = self.decoder.embed_tokens(input_ids_T)
-        return x_TE, *self.decoder.rotary(positions_T, x_TE.dtype)
+        return x_TE, torch.zeros_like(x_TE), *self.decoder.rotary(positions_T, x_TE.dtype)
 
     def run_layers(self, state: Any, layers: range) -> Any:
         """Runs some layers on a state; returns the next one."""
-        x_TE, cos_T1D, sin_T1D = state
+        x_TE, residual_TE, cos_T1D, sin_T1D = state
         for index in layers:
-            x_TE = self.decoder.layers[index](x_TE, cos_T1D, sin_T1D)
-        return x_TE, cos_T1D, sin_T1D
+            x_TE, residual_TE = self.decoder.layers[index](x_TE, residual_TE, cos_T1D, sin_T1D)
+        return x_TE, residual_TE, cos_T1D, sin_T1D
 
     def end_layers(self, state: Any) -> torch.Tensor:
         """Returns hidden states after the last norm (dtype[T, E])."""
-        return self.decoder.norm(state[0])
+        hidden_TE, _ = self.decoder.norm(state[0], state[1])
+        return hidden_TE
 
     def static_tensors(self) -> Mapping[str, Callable[[], torch.Tensor]]:
         """Returns parameters and buffers by name, each as it is now."""

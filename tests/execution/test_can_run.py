@@ -7,7 +7,7 @@ import torch
 
 from sgl_piecewise.generation.served_decoder import ServedDecoder
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
-from sgl_piecewise.runtime.batch.schedule_batch import release
+from sgl_piecewise.runtime.batch.scheduling import release
 from sgl_piecewise.runtime.batch.real_tokens import TokenLayout
 from sgl_piecewise.runtime.model_runner.agreement import RankAgreement
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner

@@ -8,7 +8,7 @@ import torch
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
 from sgl_piecewise.runtime.batch.request import LogprobRequest, Req
-from sgl_piecewise.runtime.batch.schedule_batch import release
+from sgl_piecewise.runtime.batch.scheduling import release
 from sgl_piecewise.runtime.errors import BatchError, ConfigError
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.worker.pipeline import PipelinePlace, PPProxyTensors
