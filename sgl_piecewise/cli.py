@@ -197,7 +197,9 @@ def generate(
         int | None, typer.Option(help="Tokens in the KV pool. Default: what fits and can be used.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")
+    ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Make every captured forward one break: no graph, same path.")
     ] = False,

@@ -32,7 +32,7 @@ from ..runners.decode import DecodeRunner
 from ..runners.eager import EagerRunner
 from ..runners.execution import ExecutionLog, Reason, Refusal
 from ..runners.extend import ExtendRunner
-from ..runners.plan import RUNNER_OF_MODE, ExecutionPlan, PlanChange
+from ..runners.plan import RUNNER_OF_MODE, ExecutionPlan
 from ..runners.served_model import ServedModel
 from ..runners.split_prefill import SplitPrefillRunner, SplitProgress
 from .agreement import RankAgreement, SingleRank
@@ -40,7 +40,13 @@ from .graph_build import GraphBuild, collect_failures, count_graphs
 from .hooks import install_write_hooks
 from .memory import free_bytes, measure_forward_bytes, sub_pool_specs
 from .options import RunnerOptions
-from .runner_factory import StaticTensorMap, capture_sizes, make_decode_runner, make_extend_runner, plan_limits
+from .runner_factory import (
+    StaticTensorMap,
+    capture_sizes,
+    make_decode_runner,
+    make_extend_runner,
+    plan_limits,
+)
 from .stages import Stage, StageTracker
 
 _logger = logging.getLogger(__name__)
@@ -154,12 +160,11 @@ class ModelRunner:
             max_slots=most if options.max_total_tokens is None else min(most, options.max_total_tokens),
         )
         self.pool = KVPool(
-            KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device) for spec in specs
+            KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device)
+            for spec in specs
         )
         self.allocator = KVSlotAllocator.of_pool(self.pool)
-        self.req_to_token = ReqToTokenPool(
-            max_requests=options.max_requests, max_context=options.max_context
-        )
+        self.req_to_token = ReqToTokenPool(max_requests=options.max_requests, max_context=options.max_context)
         self._stages.end(Stage.POOLS)
 
     def install_hooks(self) -> None:
@@ -186,9 +191,7 @@ class ModelRunner:
             name: build_attention_backend(name, layers, limits=limits)
             for name in {self.plan.prefill_attention, self.plan.decode_attention}
         }
-        bind_and_verify_backends(
-            self._translator, self.attention, [layer.layer_index for layer in layers]
-        )
+        bind_and_verify_backends(self._translator, self.attention, [layer.layer_index for layer in layers])
         self._stages.end(Stage.ATTENTION)
 
     def build_graphs(self, on_progress: ProgressCallback | None = None) -> None:
@@ -361,9 +364,7 @@ class ModelRunner:
             return self._extend.run(batch).after(refusals)
         return self._eager.run(batch).after(refusals)
 
-    def _takes(
-        self, name: str, runner: Runner | None, batch: ForwardBatch, refusals: list[Refusal]
-    ) -> bool:
+    def _takes(self, name: str, runner: Runner | None, batch: ForwardBatch, refusals: list[Refusal]) -> bool:
         """Whether a graph runner, here and on every rank, takes a batch; notes why not."""
         refusal: Refusal | None
         if runner is not None:

@@ -63,9 +63,10 @@ def closing_line(engine: OfflineEngine, num_tokens: int, clock: PhaseClock) -> s
     """Returns what ran in one line: tokens, time, forwards by mode and runner, fallbacks."""
     generate_s = clock.phases_s.get("generate", 0.0)
     rate = f"{num_tokens / generate_s:,.1f} tokens/s" if generate_s else "no time"
-    device = "emulated: times say nothing about a GPU" if engine.runner.is_emulated else str(engine.runner.device)
+    device = (
+        "emulated: times say nothing about a GPU" if engine.runner.is_emulated else str(engine.runner.device)
+    )
     retractions = engine.scheduler.num_retractions
     waited = f"; {retractions} retracted for want of slots" if retractions else ""
-    return (
-        f"{num_tokens} tokens in {generate_s:.2f} s ({rate}, {device}). Forwards: {engine.runner.log.summary()}{waited}."
-    )
+    forwards = engine.runner.log.summary()
+    return f"{num_tokens} tokens in {generate_s:.2f} s ({rate}, {device}). Forwards: {forwards}{waited}."

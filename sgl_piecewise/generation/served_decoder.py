@@ -21,7 +21,9 @@ class ServedDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.attention_layers: Sequence[AttentionSpec] = [
-            module.spec for module in decoder.modules() if isinstance(getattr(module, "spec", None), AttentionSpec)
+            module.spec
+            for module in decoder.modules()
+            if isinstance(getattr(module, "spec", None), AttentionSpec)
         ]
 
     @property

@@ -154,4 +154,6 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError as err:
-        raise ConfigError(f"--prompt-ids takes whole numbers with commas between them, got {text!r}.") from err
+        raise ConfigError(
+            f"--prompt-ids takes whole numbers with commas between them, got {text!r}."
+        ) from err

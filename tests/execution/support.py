@@ -29,7 +29,12 @@ OPTIONS = RunnerOptions(max_requests=4, max_context=48, max_extend_tokens=16)
 
 def tiny_model(device: torch.device | str = "cpu", *, num_layers: int = 2) -> ServedDecoder:
     config = dataclasses.replace(
-        named_shape("tiny"), hidden_size=32, intermediate_size=48, head_dim=16, vocab_size=64, num_layers=num_layers
+        named_shape("tiny"),
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=16,
+        vocab_size=64,
+        num_layers=num_layers,
     )
     return ServedDecoder(random_decoder(config, device=device, dtype=torch.float32, seed=1))
 
@@ -51,12 +56,8 @@ def _mode(strategy: str, sizes: tuple[int, ...]) -> ModeStrategy:
     return ModeStrategy(strategy=strategy, capture_sizes=None if strategy == "eager" else sizes)
 
 
-def make_runner(
-    asked: ExecutionPlan, *, device: torch.device | str = "cpu", **options: Any
-) -> ModelRunner:
-    return ModelRunner.ready(
-        tiny_model(device), plan=asked, options=dataclasses.replace(OPTIONS, **options)
-    )
+def make_runner(asked: ExecutionPlan, *, device: torch.device | str = "cpu", **options: Any) -> ModelRunner:
+    return ModelRunner.ready(tiny_model(device), plan=asked, options=dataclasses.replace(OPTIONS, **options))
 
 
 def prompt(name: str, length: int, **fields: Any) -> Req:
@@ -75,9 +76,7 @@ def decide(
     """Schedules one forward of any mode."""
     speculative = dllm = None
     if mode.is_dllm_extend():
-        dllm = DllmBlocks(
-            block_size=num_new[0], block_offsets=tuple(req.num_computed_tokens for req in reqs)
-        )
+        dllm = DllmBlocks(block_size=num_new[0], block_offsets=tuple(req.num_computed_tokens for req in reqs))
     elif mode.is_target_verify() or mode.is_draft_extend_v2():
         speculative = SpeculativeInput(num_tokens_per_req=num_new[0])
     return schedule(

@@ -7,8 +7,8 @@ import torch
 
 from sgl_piecewise.generation.served_decoder import ServedDecoder
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
-from sgl_piecewise.runtime.batch.scheduling import release
 from sgl_piecewise.runtime.batch.real_tokens import TokenLayout
+from sgl_piecewise.runtime.batch.scheduling import release
 from sgl_piecewise.runtime.model_runner.agreement import RankAgreement
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.runners.execution import Reason
@@ -58,9 +58,7 @@ def test_counters_hold_mode_runner_size_and_reason(runner: ModelRunner) -> None:
 
 
 def test_padding_over_the_policy_runs_eager() -> None:
-    strict = ExecutionPlan(
-        modes=plan("none", "none").modes, padding=PaddingPolicy(max_factor=1.5, floor=2)
-    )
+    strict = ExecutionPlan(modes=plan("none", "none").modes, padding=PaddingPolicy(max_factor=1.5, floor=2))
     runner = make_runner(strict)
     extend_and_append(runner, [prompt("a", 5)])
     assert reason_of(runner) is Reason.PADDING_TOO_LARGE

@@ -62,7 +62,9 @@ def runner_of(decode: str, extend: str) -> ModelRunner:
     return make_runner(plan)
 
 
-def poisoned(runner: ModelRunner, mode: ForwardMode, reqs: list[Req], num_new: list[int], target: Req) -> torch.Tensor:
+def poisoned(
+    runner: ModelRunner, mode: ForwardMode, reqs: list[Req], num_new: list[int], target: Req
+) -> torch.Tensor:
     """Runs one forward on poisoned scratch and tails; returns the target's logits."""
     runner.pool.poison_scratch()
     for graph_runner in (runner._decode, runner._extend):
@@ -85,7 +87,9 @@ def play(runner: ModelRunner, case: Case, *, is_alone: bool) -> list[torch.Tenso
     late = [] if is_alone else [prompt("late", case.late)]
     members = [*reqs, *late]
     found.append(
-        poisoned(runner, ForwardMode.MIXED, members, [1] * len(reqs) + [len(req.token_ids) for req in late], target)
+        poisoned(
+            runner, ForwardMode.MIXED, members, [1] * len(reqs) + [len(req.token_ids) for req in late], target
+        )
     )
     for token in (5, 9):
         for req in members:
@@ -97,7 +101,9 @@ def play(runner: ModelRunner, case: Case, *, is_alone: bool) -> list[torch.Tenso
     return found
 
 
-@pytest.mark.parametrize(("decode", "extend"), [("none", "none"), ("full", "breakable"), ("breakable", "full")])
+@pytest.mark.parametrize(
+    ("decode", "extend"), [("none", "none"), ("full", "breakable"), ("breakable", "full")]
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(case=cases())
 def test_a_result_is_independent_of_company_padding_order_and_history(

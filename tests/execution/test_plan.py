@@ -87,7 +87,9 @@ def test_a_file_gives_strategies_sizes_attention_and_padding(tmp_path: Path) -> 
         ({"padding": {"floor": 1.5}}, ["padding.floor"]),
     ],
 )
-def test_what_a_plan_cannot_say_is_named_with_the_nearest(settings: dict[str, object], words: list[str]) -> None:
+def test_what_a_plan_cannot_say_is_named_with_the_nearest(
+    settings: dict[str, object], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_from_settings(settings)
     for word in words:

@@ -40,9 +40,7 @@ def test_frequencies_follow_the_softmax() -> None:
     scores = torch.tensor([0.0, 1.0, 2.0, -1.0])
     count = 20_000
     params = SamplingParams(temperature=0.7, seed=5)
-    tokens = sample(
-        scores.expand(count, -1), batch_of([params] * count), torch.arange(count)
-    )
+    tokens = sample(scores.expand(count, -1), batch_of([params] * count), torch.arange(count))
     found = torch.bincount(tokens, minlength=4) / count
     assert torch.allclose(found, (scores / 0.7).softmax(0), atol=0.01)
 

@@ -11,7 +11,7 @@ from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.runners.execution import Reason
 
-from .support import ROWS, Walk, extend_and_append, decide, live_kv, make_runner, plan, prompt, run
+from .support import ROWS, Walk, decide, extend_and_append, live_kv, make_runner, plan, prompt, run
 
 
 @pytest.fixture
@@ -109,7 +109,12 @@ def test_the_result_carries_the_executed_runner_and_extent(device: torch.device)
     output = extend_and_append(runner, [prompt("a", 5), prompt("b", 4)])
     extent = output.execution.extent
     assert (output.execution.runner, output.execution.strategy) == ("extend", "breakable")
-    assert (extent.num_tokens, extent.padded_tokens, extent.num_requests, extent.padded_requests) == (9, 16, 2, 2)
+    assert (extent.num_tokens, extent.padded_tokens, extent.num_requests, extent.padded_requests) == (
+        9,
+        16,
+        2,
+        2,
+    )
 
 
 def test_deferred_copies_run_once_before_the_next_forward_that_is_no_decode_graph() -> None:

@@ -62,7 +62,9 @@ def test_verify_is_not_sampled_and_keeps_its_logits(worker: TpModelWorker, runne
     assert result.logits.shape == (ROWS, 64)
 
 
-def test_prefill_only_gives_one_stand_in_for_each_sequence(worker: TpModelWorker, runner: ModelRunner) -> None:
+def test_prefill_only_gives_one_stand_in_for_each_sequence(
+    worker: TpModelWorker, runner: ModelRunner
+) -> None:
     result = worker.forward_batch_generation(
         decide(runner, ForwardMode.EXTEND, [prompt("a", 5), prompt("b", 3)], [5, 3]), is_prefill_only=True
     )

@@ -48,7 +48,9 @@ def test_row_032_every_decode_batch_of_every_mode_has_a_size() -> None:
         ForwardMode.DLLM_EXTEND: ModeStrategy(strategy="full", num_tokens_per_req=5),
     }
     for multiple in (1, 2, 8):
-        options = type(OPTIONS)(max_requests=13, max_context=48, max_extend_tokens=16, token_multiple=multiple)
+        options = type(OPTIONS)(
+            max_requests=13, max_context=48, max_extend_tokens=16, token_multiple=multiple
+        )
         for mode, sizes in capture_sizes(ExecutionPlan(modes=modes), options).requests.items():
             rows = modes[mode].num_tokens_per_req or 1
             for batch_size in range(1, options.max_requests + 1):
