@@ -91,7 +91,9 @@ def compile_graph(
     counts.num_compiled_pieces += len(pieces_of(split))
     has_layers = any(is_layer_call(node) for node in split.graph.nodes)
     forward = compile_and_stitch(split, piece_compiler)
-    return layer_runner_for(partial(compile_graph, options=options)).around(forward) if has_layers else forward
+    return (
+        layer_runner_for(partial(compile_graph, options=options)).around(forward) if has_layers else forward
+    )
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.runtime import torch_private_entries, tree
+from sgl_piecewise.runtime import torch_private, torch_private_entries, tree
+from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 from .backend import compile_graph
@@ -66,7 +67,11 @@ class CompiledForward:
             RecompileError: Frozen, and called as it was never compiled for.
             CompileError: It cannot be traced in one graph, or a piece cannot be compiled.
         """
-        return self._run(args, kwargs)
+        # Guards tell tensors of inference mode, and the cache that captures switch off, from others.
+        args = tuple(map(_normal, args))
+        kwargs = {name: _normal(value) for name, value in kwargs.items()}
+        with without_autocast_cache():
+            return self._run(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._function(self._fn, args, kwargs, before_trace=self._with_dynamic_dims)
@@ -111,7 +116,9 @@ class CompiledForward:
             ConfigError: Another word.
         """
         if on_recompile not in _ON_RECOMPILE:
-            raise ConfigError(f"Unknown on_recompile {on_recompile!r}. {nearest(on_recompile, _ON_RECOMPILE)}")
+            raise ConfigError(
+                f"Unknown on_recompile {on_recompile!r}. {nearest(on_recompile, _ON_RECOMPILE)}"
+            )
         self._state.on_recompile = "error" if on_recompile == "error" else "eager"
 
     def trusting(self) -> contextlib.AbstractContextManager[None]:
@@ -135,6 +142,21 @@ class CompiledForward:
 
     def __repr__(self) -> str:
         return f"<compiled {self.__qualname__}>"
+
+
+def _normal(value: Any) -> Any:
+    """Returns a value whose tensors were not made in inference mode, over the same memory."""
+    if isinstance(value, torch.Tensor):
+        return torch_private.as_normal_tensor(value) if value.layout is torch.strided else value
+    if type(value) in tree.PLAIN_LEAVES:
+        return value
+    leaves, spec = tree.flatten(value)
+    if spec == tree.LEAF:
+        return value
+    normal = list(map(_normal, leaves))
+    # The container itself where nothing in it had to be replaced: the function may write into it.
+    is_same = all(one is other for one, other in zip(leaves, normal, strict=True))
+    return value if is_same else tree.unflatten(spec, normal)
 
 
 def _call_forward(forward: Any, args: Any, kwargs: Any) -> Any:

@@ -88,7 +88,9 @@ def current_layer_runner() -> LayerRunner:
     """
     runner = _RUNNER.get()
     if runner is None:
-        raise CompileError("A graph that calls a shared layer ran outside the forward that it was compiled for.")
+        raise CompileError(
+            "A graph that calls a shared layer ran outside the forward that it was compiled for."
+        )
     return runner
 
 

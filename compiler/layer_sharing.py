@@ -7,6 +7,7 @@ forward, and copies and pickles are of the original class.
 from __future__ import annotations
 
 import collections
+import copyreg
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -114,6 +115,9 @@ def _with_original_class(reduced: Any, shared: type, original: type) -> Any:
     if not isinstance(reduced, tuple):
         return reduced
     function, arguments, *rest = reduced
+    if getattr(function, "__name__", "") == "__newobj__" and arguments == (shared,):
+        # The usual way asks for an object of just that class; the older one does not.
+        return (copyreg._reconstructor, (original, object, None), *rest)  # type: ignore[attr-defined]
     return (function, tuple(original if one is shared else one for one in arguments), *rest)
 
 

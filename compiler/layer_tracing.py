@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from sgl_piecewise.runtime import torch_private_tracing as dynamo
-from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime import torch_private, tree
+from sgl_piecewise.runtime.errors import MarkResultError
 from sgl_piecewise.runtime.mark import MarkedFunction, use_capture
 from sgl_piecewise.runtime.mark_call_site import CallSite, ResultLeaf, call_site
 from sgl_piecewise.runtime.mark_operator import is_marked_call
@@ -45,8 +46,17 @@ class LayerCallSite(CallSite):
         self, mark: Any, tensors: Sequence[torch.Tensor], objects: Sequence[Any], ints: Sequence[int]
     ) -> Any:
         """Runs the layer, which stands where a mark would."""
+        # Guards tell tensors made in inference mode from others, such as inputs of the forward.
+        tensors = [torch_private.as_normal_tensor(tensor) for tensor in tensors]
         run = functools.partial(current_layer_runner().run, mark, self.dynamic_dims, tensors)
         return super().call(_PackedArguments(run), tensors, objects, ints)
+
+    def _mismatch(self, what: str) -> MarkResultError:
+        return MarkResultError(
+            f"Layer {self.name!r} returned another result than an equal layer did while the forward was traced: "
+            f"{what}. Layers whose classes, tensors and flags are equal must return alike; keep this model's layers "
+            "apart with shares_layers=False, or give those that return otherwise another class."
+        )
 
 
 class _PackedArguments:

@@ -66,7 +66,11 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
 
 
 def emit_call(
-    call: TracedCall, results: Results, spec: tree.Spec, arguments: tree.Spec, make_site: Callable[..., CallSite]
+    call: TracedCall,
+    results: Results,
+    spec: tree.Spec,
+    arguments: tree.Spec,
+    make_site: Callable[..., CallSite],
 ) -> Any:
     """Puts a call into the graph as one node.
 

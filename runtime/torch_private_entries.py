@@ -58,9 +58,7 @@ def compiled_entries(function: types.FunctionType) -> list[CompiledEntry]:
 def with_own_code(function: types.FunctionType, name: str) -> types.FunctionType:
     """Returns a function whose compiles are kept apart from those of the original, under a name of its own."""
     code = function.__code__.replace(co_name=name)
-    return types.FunctionType(
-        code, function.__globals__, name, function.__defaults__, function.__closure__
-    )
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -72,13 +70,14 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
 def one_compile_for_all_sizes() -> Iterator[None]:
     """Lets compiles in the block treat sizes 0 and 1 as any other, and integers of modules as inputs once they vary.
 
-    And takes off Dynamo's limit of compiles for one function, beyond which it would give up: who uses this
+    Floats stay constants: as inputs they would be host tensors that a graph reads once. And takes off Dynamo's limit of compiles for one function, beyond which it would give up: who uses this
     counts compiles.
     """
     with (
         symbolic_shapes_config.patch(backed_size_oblivious=True),
         dynamo_config.patch(
             allow_unspec_int_on_nn_module=True,
+            specialize_float=True,
             recompile_limit=_NO_LIMIT,
             accumulated_recompile_limit=_NO_LIMIT,
         ),

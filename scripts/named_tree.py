@@ -40,7 +40,9 @@ def _write_metadata(project: dict[str, Any]) -> None:
         shutil.rmtree(old)
     folder = TREE / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     (folder / "entry_points.txt").write_text(
         "".join(

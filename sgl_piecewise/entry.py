@@ -96,7 +96,9 @@ def compiled_forward(
     from sgl_piecewise.compiler.forward import CompiledForward
 
     if "piece_compiler" in (options or {}):
-        raise ConfigError("compile_options names a piece_compiler, which is what compile= says: leave it out.")
+        raise ConfigError(
+            "compile_options names a piece_compiler, which is what compile= says: leave it out."
+        )
     return CompiledForward(
         fn, options={**(options or {}), "piece_compiler": piece_compiler}, shares_layers=shares_layers
     )
