@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.runtime import torch_private, torch_private_entries, tree
+from sgl_piecewise.runtime import torch_private, tree
 from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
@@ -18,7 +18,7 @@ from .backend import compile_graph
 from .layer_runner import LayerRunner
 from .layer_sharing import compile_layers_once
 from .options import options_from
-from .traced_function import CompileCounts, CompileState, OnRecompile, TracedFunction
+from .traced_function import CompileCounts, CompileState, OnRecompile, TracedFunction, ready_to_trace
 
 _ON_RECOMPILE: tuple[OnRecompile, ...] = ("error", "eager")
 
@@ -82,11 +82,8 @@ class CompiledForward:
         leaves, spec = tree.flatten((args, kwargs))
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                # A trace with a view would guard on the tensor that it is a view of.
-                fresh = leaf.detach() if torch_private_entries.base_of_view(leaf) is not None else leaf
-                if index in self._dynamic_dims:
-                    torch._dynamo.mark_dynamic(fresh, self._dynamic_dims[index])
-                leaves[index] = fresh
+                dims = (self._dynamic_dims[index],) if index in self._dynamic_dims else ()
+                leaves[index] = ready_to_trace(leaf, dims, self._state)
         args, kwargs = tree.unflatten(spec, leaves)
         return fn, args, kwargs
 
@@ -98,11 +95,18 @@ class CompiledForward:
         Args:
             args: Positional arguments, at the size to trace with.
             kwargs: Keyword arguments likewise.
-            dynamic_dims: Index of a tensor among the leaves of ``(args, kwargs)`` to its dimension that no
-                trace may bake in; holds for later traces too.
+            dynamic_dims: Index of a tensor among the leaves of ``(args, kwargs)`` to its dimension that this
+                trace must not bake in; later ones bake it in only if they have to.
+
+        Raises:
+            CompileError: It cannot be traced in one graph, or it bakes such a dimension in.
         """
         self._dynamic_dims = dict(dynamic_dims)
-        self(*args, **kwargs)
+        self._state.must_be_dynamic = True
+        try:
+            self(*args, **kwargs)
+        finally:
+            self._state.must_be_dynamic = False
 
     def freeze(self, on_recompile: str = "error") -> None:
         """From now on nothing is traced or compiled any more.

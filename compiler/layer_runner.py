@@ -1,5 +1,4 @@
-"""Runs shared layers: each class's forward is traced when a layer is first called, and again only for a
-layer that Dynamo's guards tell apart.
+"""Runs shared layers: a class's forward is traced once, and again only where Dynamo's guards tell layers apart.
 
 Which runner serves a layer's call is that of the compiled forward that is running.
 """
@@ -13,11 +12,11 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.runtime import torch_private_entries, tree
+from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.errors import CompileError
 
 from .layer_sharing import forward_of, original_class
-from .traced_function import Backend, CompileState, TracedFunction
+from .traced_function import Backend, CompileState, TracedFunction, ready_to_trace
 
 _RUNNER: contextvars.ContextVar[LayerRunner | None] = contextvars.ContextVar(
     "sgl_piecewise_layer_runner", default=None
@@ -64,7 +63,7 @@ class LayerRunner:
                 state=self._state,
                 is_layer=True,
             )
-        before_trace = functools.partial(_with_dynamic_dims, dynamic_dims, tensors)
+        before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
         return function(forward, layer, args, kwargs, before_trace=before_trace)
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +104,7 @@ def _call_layer(forward: Any, layer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_dynamic_dims(
+    state: CompileState,
     dynamic_dims: Sequence[Sequence[int]],
     tensors: Sequence[torch.Tensor],
     forward: Any,
@@ -112,17 +112,11 @@ def _with_dynamic_dims(
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Returns the arguments with dimensions marked as dynamic, and views made tensors in their own right.
-
-    A trace with a view would guard on the tensor that it is a view of.
-    """
+    """Returns the arguments ready to be traced with."""
     dims = {id(tensor): one for tensor, one in zip(tensors, dynamic_dims, strict=True)}
     leaves, spec = tree.flatten((args, kwargs))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            fresh = leaf.detach() if torch_private_entries.base_of_view(leaf) is not None else leaf
-            for dim in dims.get(id(leaf), ()):
-                torch._dynamo.mark_dynamic(fresh, dim)
-            leaves[index] = fresh
+            leaves[index] = ready_to_trace(leaf, dims.get(id(leaf), ()), state)
     args, kwargs = tree.unflatten(spec, leaves)
     return forward, layer, args, kwargs

@@ -12,19 +12,20 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sgl_piecewise.runtime import torch_private_tracing as dynamo
 from sgl_piecewise.runtime import torch_private, tree
+from sgl_piecewise.runtime import torch_private_tracing as dynamo
 from sgl_piecewise.runtime.errors import MarkResultError
 from sgl_piecewise.runtime.mark import MarkedFunction, use_capture
 from sgl_piecewise.runtime.mark_call_site import CallSite, ResultLeaf, call_site
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 from sgl_piecewise.runtime.mark_tracing import Results, TracedCall, emit_call
+from sgl_piecewise.runtime.torch_private_entries import without_dynamic_marks
 
 from .layer_runner import current_layer_runner
 from .layer_sharing import call_as_node, forward_of, original_class
@@ -46,8 +47,8 @@ class LayerCallSite(CallSite):
         self, mark: Any, tensors: Sequence[torch.Tensor], objects: Sequence[Any], ints: Sequence[int]
     ) -> Any:
         """Runs the layer, which stands where a mark would."""
-        # Guards tell tensors made in inference mode from others, such as inputs of the forward.
-        tensors = [torch_private.as_normal_tensor(tensor) for tensor in tensors]
+        # Guards tell tensors made in inference mode, and marked ones, from others: inputs of the forward are either.
+        tensors = [torch_private.as_normal_tensor(without_dynamic_marks(tensor)) for tensor in tensors]
         run = functools.partial(current_layer_runner().run, mark, self.dynamic_dims, tensors)
         return super().call(_PackedArguments(run), tensors, objects, ints)
 
@@ -78,10 +79,9 @@ def is_layer_call(node: torch.fx.Node) -> bool:
 class _Layer:
     """A layer as tracing wants it: with a function that runs it on fake tensors."""
 
-    fake = None
-
     def __init__(self, layer: torch.nn.Module, name: str) -> None:
         self.name = name
+        self.fake: Callable[..., Any] | None = None
         forward = forward_of(layer)
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -71,6 +71,7 @@ class CompileState:
         is_trusting: Whether calls like an earlier one skip the guards.
         counts: What was compiled so far.
         fallbacks: Calls of a frozen forward that ran eager, by function.
+        must_be_dynamic: Whether a trace that bakes in a dynamic dimension is an error; else it serves one size.
         clock: Where the time of compiles went, by the names above.
     """
 
@@ -79,6 +80,7 @@ class CompileState:
     counts: CompileCounts = field(default_factory=CompileCounts)
     fallbacks: collections.Counter[str] = field(default_factory=collections.Counter)
     clock: LapClock = field(default_factory=LapClock)
+    must_be_dynamic: bool = False
     epoch: int = 0  # Of trust: what was noted in another is void.
 
     @contextlib.contextmanager
@@ -240,6 +242,19 @@ class TracedFunction:
                 return forward(*args)
 
         return run
+
+
+def ready_to_trace(value: torch.Tensor, dynamic_dims: Sequence[int], state: CompileState) -> torch.Tensor:
+    """Returns a tensor to trace with: its dynamic dimensions marked, and no view.
+
+    A trace with a view would guard on the tensor that it is a view of. The caller's tensor stays unmarked.
+    """
+    is_view = torch_private_entries.base_of_view(value) is not None
+    fresh = value.detach() if is_view or dynamic_dims else value
+    mark = torch._dynamo.mark_dynamic if state.must_be_dynamic else torch._dynamo.maybe_mark_dynamic
+    for dim in dynamic_dims:
+        mark(fresh, dim)
+    return fresh
 
 
 def _call_key(values: Any) -> Any:

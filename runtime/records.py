@@ -107,7 +107,7 @@ class LapClock:
     _since_s: float = field(default_factory=time.perf_counter)
 
     def enter(self, phase: str | None) -> str | None:
-        """Lets the time from now on count as ``phase`` (as nothing if None); returns the phase before, to go back to."""
+        """Lets the time from now on count as ``phase``, as nothing if None; returns the phase before."""
         now_s, before = time.perf_counter(), self._phase
         if before is not None:
             self.phases_s[before] = self.phases_s.get(before, 0.0) + now_s - self._since_s

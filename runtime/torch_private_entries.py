@@ -66,15 +66,21 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+def without_dynamic_marks(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that ``mark_dynamic`` was not called on, over the same memory: guards look at the marks."""
+    return tensor.detach() if any(name.startswith("_dynamo_") for name in vars(tensor)) else tensor
+
+
 @contextlib.contextmanager
 def one_compile_for_all_sizes() -> Iterator[None]:
-    """Lets compiles in the block treat sizes 0 and 1 as any other, and integers of modules as inputs once they vary.
+    """Lets one compile in the block serve as much as it can.
 
-    Floats stay constants: as inputs they would be host tensors that a graph reads once. And takes off Dynamo's limit of compiles for one function, beyond which it would give up: who uses this
-    counts compiles.
+    Sizes 0 and 1 are as any other, and integers of modules become inputs once they vary. Floats stay constants:
+    as inputs they would be host tensors, which a graph reads once. Dynamo's limit of compiles for one function,
+    beyond which it would give up, is off: who uses this counts compiles.
     """
     with (
-        symbolic_shapes_config.patch(backed_size_oblivious=True),
+        symbolic_shapes_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
         dynamo_config.patch(
             allow_unspec_int_on_nn_module=True,
             specialize_float=True,
