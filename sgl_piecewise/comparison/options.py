@@ -17,7 +17,7 @@ from sgl_piecewise.runtime.errors import ConfigError, DeviceUnavailableError, ne
 from .arms import STRATEGIES
 
 REFERENCE = "eager"
-DEFAULT_STRATEGIES = ("eager", "full", "breakable")
+DEFAULT_STRATEGIES = ("eager", "full", "breakable", "fx_piecewise", "tc_piecewise")
 DEFAULT_CPU_SIZES = (16, 32, 64, 128)
 DEFAULT_CUDA_LARGEST = 4096
 DEFAULT_CPU_ROUNDS = 7
