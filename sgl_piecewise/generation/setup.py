@@ -19,6 +19,7 @@ from sgl_piecewise.runtime.runners.base import ProgressCallback
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan
 from sgl_piecewise.runtime.runners.plan_file import read_plan, with_strategies
 
+from .compiling import CompiledModel
 from .engine import EngineOptions, OfflineEngine
 from .requests import GenerationRequest
 from .served_decoder import ServedDecoder
@@ -83,7 +84,11 @@ def build_engine(
         PoolError: Memory does not suffice.
     """
     runner = ModelRunner.ready(
-        ServedDecoder(loaded.model), plan=setup.plan, options=setup.runner, on_progress=on_progress
+        ServedDecoder(loaded.model),
+        plan=setup.plan,
+        options=setup.runner,
+        compiler=CompiledModel,
+        on_progress=on_progress,
     )
     return OfflineEngine(runner, tokenizer=loaded.tokenizer, options=setup.engine)
 
