@@ -1,138 +1,45 @@
 """The decoder model: embedding, equal layers, final norm, output layer.
 
-Plain PyTorch for one flat batch of tokens. It covers Llama, Qwen2, Qwen3 and SmolLM2; what differs
-between them is decided when a module is built, so every forward is one straight line. Whoever runs
-the model opens a forward context, which says what attention is.
+Plain PyTorch for one flat batch of tokens. Whoever runs the model opens a forward context, which
+says what attention is: without a KV cache, or over KV pools. Parts of a forward can be run apart,
+layer by layer, and logits are computed for the rows that are asked for.
 
-Shapes: `T` tokens, `H` query heads, `K` KV heads, `D` head size, `E` hidden, `M` feed-forward,
-`V` vocabulary.
+Shapes: `T` tokens, `D` head size, `E` hidden, `V` vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
-from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
+from sgl_piecewise.runtime.attention.base import AttentionSpec
+from sgl_piecewise.runtime.context import local_real_tokens
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
+from sgl_piecewise.runtime.kv.pool import SubPoolSpec
 
 from .config import DecoderConfig
-from .rope import RotaryEmbedding, rotate
+from .kv_layout import sub_pool_specs
+from .layers import Building, DecoderLayer, OutputNormedLayer, RMSNorm, linear
+from .rope import RotaryEmbedding
 
 
-def _linear(
-    in_features: int, out_features: int, *, bias: bool, device: torch.device, dtype: torch.dtype
-) -> nn.Linear:
-    """Returns a linear layer whose parameters are not initialised."""
-    layer = skip_init(nn.Linear, in_features, out_features, bias=bias, device=device, dtype=dtype)
-    assert isinstance(layer, nn.Linear)
-    return layer
+class LayerState(NamedTuple):
+    """What stands between two layers; made by `Decoder.begin`, consumed by `Decoder.run_layers`.
 
-
-class RMSNorm(nn.Module):
-    """Divides by the root mean square over the last dimension, in float32, and scales.
-
-    Args:
-        size: Last dimension.
-        eps: Added to the mean square.
-        device: Where the weight lives.
-        dtype: Of the weight.
+    Attributes:
+        delta_TE: What is still to be added to the residual stream (dtype[T, E]).
+        residual_TE: The residual stream without it (dtype[T, E]).
+        angles: Cosine and sine of every token (dtype[T, 1, D] each), one pair for each kind of layer.
+        num_real_tokens: Rows that are real (int32[]); None in a model without experts.
     """
 
-    def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the normed input, fresh, in its dtype."""
-        x_float = x.float()
-        mean_square = x_float.square().mean(-1, keepdim=True)
-        return self.weight * (x_float * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention of one layer: projections here, the rest behind the mark."""
-
-    def __init__(
-        self, config: DecoderConfig, layer_index: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self.spec = AttentionSpec(
-            layer_index=layer_index,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-        )
-        self.qkv_proj = _linear(
-            config.hidden_size,
-            sum(self.heads) * config.head_dim,
-            bias=config.has_qkv_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.o_proj = _linear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.has_output_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.q_norm = self._head_norm(config, device, dtype)
-        self.k_norm = self._head_norm(config, device, dtype)
-
-    @staticmethod
-    def _head_norm(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        if not config.has_qk_norm:
-            return nn.Identity()
-        return RMSNorm(config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
-
-    def forward(self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-        """Returns what attention adds to the residual stream (dtype[T, E]), fresh."""
-        qkv = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
-        q_THD, k_TKD, v_TKD = qkv.split(self.heads, dim=1)
-        q_THD = rotate(self.q_norm(q_THD), cos_T1D, sin_T1D)
-        k_TKD = rotate(self.k_norm(k_TKD), cos_T1D, sin_T1D)
-        o_THD = attend(q_THD, k_TKD, v_TKD, self.spec)
-        return self.o_proj(o_THD.flatten(1))
-
-
-class MLP(nn.Module):
-    """Gated feed-forward with SiLU."""
-
-    def __init__(self, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = _linear(hidden, 2 * inner, bias=False, device=device, dtype=dtype)
-        self.down_proj = _linear(inner, hidden, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """Returns what the feed-forward adds to the residual stream (dtype[T, E]), fresh."""
-        gate_TM, up_TM = self.gate_up_proj(x_TE).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate_TM) * up_TM)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
-
-    def __init__(
-        self, config: DecoderConfig, layer_index: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.self_attn = Attention(config, layer_index, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.mlp = MLP(config, device=device, dtype=dtype)
-
-    def forward(self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-        """Returns the residual stream after this layer (dtype[T, E]), fresh."""
-        x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), cos_T1D, sin_T1D)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+    delta_TE: torch.Tensor
+    residual_TE: torch.Tensor
+    angles: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    num_real_tokens: torch.Tensor | None
 
 
 class Decoder(nn.Module):
@@ -145,28 +52,50 @@ class Decoder(nn.Module):
         config: Sizes and variations.
         device: Where parameters live.
         dtype: Of parameters and activations.
+        kernels: Fused kernels; plain torch suits every device, and a compiler that fuses by itself.
     """
 
-    def __init__(self, config: DecoderConfig, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        kernels: KernelSet = TORCH_KERNELS,
+    ) -> None:
         super().__init__()
         device = torch.device(device)
+        building = Building(device=device, dtype=dtype, kernels=kernels)
         self.config = config
         embedding = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         assert isinstance(embedding, nn.Embedding)
         self.embed_tokens = embedding
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+        self.rotaries = [self.rotary]
+        if config.window is not None:
+            self.window_rotary = RotaryEmbedding(config.window.rope, config.head_dim, device)
+            self.rotaries.append(self.window_rotary)
+        layer_class = OutputNormedLayer if config.has_output_norms else DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, device=device, dtype=dtype) for index in range(config.num_layers)
+            layer_class(config, index, building) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, building)
         if config.has_tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
             self.lm_head.weight = self.embed_tokens.weight
         else:
-            self.lm_head = _linear(
-                config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
-            )
+            self.lm_head = linear(config.hidden_size, config.vocab_size, bias=False, building=building)
         self.requires_grad_(False)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """The constants of every attention layer, in order: what attention backends are built from."""
+        return tuple(layer.self_attn.spec for layer in self.layers)
+
+    @property
+    def sub_pool_specs(self) -> tuple[SubPoolSpec, ...]:
+        """The KV sub-pools that the layers write and read, ``full`` first: what KV pools are built from."""
+        return sub_pool_specs(self.config, self.norm.weight.dtype)
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Runs the model on one flat batch of tokens, inside a forward context.
@@ -186,11 +115,49 @@ class Decoder(nn.Module):
         Returns:
             ``hidden_TE`` after the final norm (dtype[T, E]), fresh.
         """
+        state = self.begin(input_ids_T, positions_T)
+        return self.finish(self.run_layers(state, 0, self.config.num_layers))
+
+    def begin(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> LayerState:
+        """Runs what comes before the layers; arguments as in `forward`.
+
+        Returns:
+            The state that the first layer takes, fresh.
+        """
         x_TE = self.embed_tokens(input_ids_T)
-        cos_T1D, sin_T1D = self.rotary(positions_T, x_TE.dtype)
-        for layer in self.layers:
-            x_TE = layer(x_TE, cos_T1D, sin_T1D)
-        return self.norm(x_TE)
+        if self.config.embedding_scale != 1.0:
+            x_TE = x_TE * x_TE.new_tensor(self.config.embedding_scale)
+        angles = tuple(rotary(positions_T, x_TE.dtype) for rotary in self.rotaries)
+        num_real_tokens = None if self.config.experts is None else local_real_tokens(x_TE)
+        # The first layer adds nothing, so that every layer is the same.
+        return LayerState(torch.zeros_like(x_TE), x_TE, angles, num_real_tokens)
+
+    def run_layers(self, state: LayerState, first: int, last: int) -> LayerState:
+        """Runs layers ``first`` to ``last - 1`` on the state that the layer before left.
+
+        Args:
+            state: Consumed.
+            first: Index of the first layer to run.
+            last: Index after the last one.
+
+        Returns:
+            The state that layer ``last`` takes, or `finish`.
+        """
+        delta_TE, residual_TE, angles, num_real_tokens = state
+        for index in range(first, last):
+            cos_T1D, sin_T1D = angles[-1 if self.config.window_of(index) else 0]
+            delta_TE, residual_TE = self.layers[index](
+                delta_TE, residual_TE, cos_T1D, sin_T1D, num_real_tokens
+            )
+        return LayerState(delta_TE, residual_TE, angles, num_real_tokens)
+
+    def finish(self, state: LayerState) -> torch.Tensor:
+        """Norms the state that the last layer left, and consumes it.
+
+        Returns:
+            ``hidden_TE`` (dtype[T, E]), fresh.
+        """
+        return self.norm.add(state.delta_TE, state.residual_TE)[0]
 
     def compute_logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Applies the output layer to all rows, or to those that the caller picked.
@@ -201,4 +168,6 @@ class Decoder(nn.Module):
         Returns:
             ``logits_TV`` (dtype[T, V]), fresh.
         """
-        return self.lm_head(hidden_TE)
+        logits_TV = self.lm_head(hidden_TE)
+        cap = self.config.final_logit_cap
+        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)

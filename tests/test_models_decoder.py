@@ -12,7 +12,7 @@ import pytest
 import torch
 from models_reference import TINY_SETTINGS, logits_of, reference_logits, reference_model, saved
 
-from sgl_piecewise.models.config import config_from_hf
+from sgl_piecewise.models.weights.huggingface_config import config_from_hf
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.rope import RopeConfig, YarnScaling
 from sgl_piecewise.models.shapes import SHAPES, named_shape

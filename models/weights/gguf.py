@@ -18,9 +18,10 @@ import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError
 
-from ..config import DecoderConfig, config_from_gguf
+from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..extras import import_extra
+from .gguf_config import config_from_gguf
 from .placement import StoredTensor, checkpoint_views, fill_parameters
 
 _ROPE_DIVISORS = "rope_freqs.weight"

@@ -14,9 +14,10 @@ import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError
 
-from ..config import DecoderConfig, config_from_hf
+from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..extras import import_extra
+from .huggingface_config import config_from_hf
 from .placement import StoredTensor, checkpoint_views, fill_parameters
 
 _SINGLE = "model.safetensors"
