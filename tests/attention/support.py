@@ -25,6 +25,9 @@ NUM_SLOTS = 600
 NUM_ROWS = 8
 LIMITS = PlanLimits(max_requests=6, max_tokens=192, max_context=256)
 
+# Twice what rounding inputs, weights and the result to the dtype can do to values of size one.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
 
 @dataclass(frozen=True)
 class Request:
@@ -180,7 +183,7 @@ class World:
                 num_real_tokens=torch.tensor(real, dtype=torch.int32, device=self.device),
                 num_real_tokens_cpu=real,
             ),
-            sampling=cast(BatchSampling, None),  # attention does not look at it
+            sampling=cast("BatchSampling", None),  # attention does not look at it
             extend=ExtendFields(
                 extend_seq_lens=new_lens.to(self.device),
                 extend_prefix_lens=prefix_lens.to(self.device),
