@@ -113,7 +113,7 @@ class DecoderConfig:
         has_qkv_bias: Queries, keys and values have a bias (Qwen2).
         has_output_bias: The attention's output projection has one.
         has_qk_norm: Queries and keys are normed per head (Qwen3, Gemma 3).
-        has_unit_offset_norms: A norm scales by one plus its weight (Gemma 3).
+        has_unit_offset_norms: Hugging Face checkpoints hold norm weights less one (Gemma 3); ours are whole.
         has_output_norms: What attention and feed-forward add is normed too (Gemma 3).
         activation: Of the feed-forward's gate.
         embedding_scale: Factor on the embedding of every token.

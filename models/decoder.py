@@ -22,7 +22,7 @@ from sgl_piecewise.runtime.kv.pool import SubPoolSpec
 
 from .config import DecoderConfig
 from .kv_layout import sub_pool_specs
-from .layers import Building, DecoderLayer, OutputNormedLayer, RMSNorm, linear
+from .layers import Attention, Building, DecoderLayer, OutputNormedLayer, RMSNorm, linear
 from .rope import RotaryEmbedding
 
 
@@ -75,6 +75,11 @@ class Decoder(nn.Module):
         if config.window is not None:
             self.window_rotary = RotaryEmbedding(config.window.rope, config.head_dim, device)
             self.rotaries.append(self.window_rotary)
+        self._angles_of_layer = [
+            0 if config.window_of(index) is None else 1 for index in range(config.num_layers)
+        ]
+        # Rounded as the published models were trained with it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         layer_class = OutputNormedLayer if config.has_output_norms else DecoderLayer
         self.layers = nn.ModuleList(
             layer_class(config, index, building) for index in range(config.num_layers)
@@ -90,7 +95,8 @@ class Decoder(nn.Module):
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The constants of every attention layer, in order: what attention backends are built from."""
-        return tuple(layer.self_attn.spec for layer in self.layers)
+        specs = [part.spec for part in self.modules() if isinstance(part, Attention)]
+        return tuple(specs)
 
     @property
     def sub_pool_specs(self) -> tuple[SubPoolSpec, ...]:
@@ -125,8 +131,8 @@ class Decoder(nn.Module):
             The state that the first layer takes, fresh.
         """
         x_TE = self.embed_tokens(input_ids_T)
-        if self.config.embedding_scale != 1.0:
-            x_TE = x_TE * x_TE.new_tensor(self.config.embedding_scale)
+        if self._embedding_scale != 1.0:
+            x_TE = x_TE * self._embedding_scale
         angles = tuple(rotary(positions_T, x_TE.dtype) for rotary in self.rotaries)
         num_real_tokens = None if self.config.experts is None else local_real_tokens(x_TE)
         # The first layer adds nothing, so that every layer is the same.
@@ -145,7 +151,7 @@ class Decoder(nn.Module):
         """
         delta_TE, residual_TE, angles, num_real_tokens = state
         for index in range(first, last):
-            cos_T1D, sin_T1D = angles[-1 if self.config.window_of(index) else 0]
+            cos_T1D, sin_T1D = angles[self._angles_of_layer[index]]
             delta_TE, residual_TE = self.layers[index](
                 delta_TE, residual_TE, cos_T1D, sin_T1D, num_real_tokens
             )

@@ -111,7 +111,7 @@ class Attention(nn.Module):
         self._norm_rotate = building.kernels.norm_rotate
 
     @staticmethod
-    def _head_norm(config: DecoderConfig, building: Building) -> nn.Module:
+    def _head_norm(config: DecoderConfig, building: Building) -> RMSNorm | _NoNorm:
         if not config.has_qk_norm:
             return _NoNorm()
         return RMSNorm(config.head_dim, config.rms_norm_eps, building)

@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from models_reference import TINY_SETTINGS, logits_of, reference_logits, reference_model, saved
+from models_reference import (
+    TINY_EXPERTS,
+    TINY_GEMMA,
+    TINY_SETTINGS,
+    logits_of,
+    reference_logits,
+    reference_model,
+    saved,
+)
 
-from sgl_piecewise.models.weights.huggingface_config import config_from_hf
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.rope import RopeConfig, YarnScaling
 from sgl_piecewise.models.shapes import SHAPES, named_shape
 from sgl_piecewise.models.weights.huggingface import load_huggingface
+from sgl_piecewise.models.weights.huggingface_config import config_from_hf
 from sgl_piecewise.models.weights.random import random_decoder
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import CheckpointError, ConfigError
@@ -37,6 +45,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "qwen3, head size left to its default": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", TINY_EXPERTS),
+    "qwen3_moe, weights of experts not normalised": ("qwen3_moe", TINY_EXPERTS | {"norm_topk_prob": False}),
+    "qwen3_moe, every second layer": ("qwen3_moe", TINY_EXPERTS | {"decoder_sparse_step": 2}),
+    "qwen3_moe, a layer without": ("qwen3_moe", TINY_EXPERTS | {"mlp_only_layers": [0]}),
+    "gemma3": ("gemma3_text", TINY_GEMMA),
+    "gemma3, attention bias, untied": (
+        "gemma3_text",
+        TINY_GEMMA | {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma3, logits capped": ("gemma3_text", TINY_GEMMA | {"final_logit_softcapping": 0.7}),
+    "gemma3, far layers scaled, bases chosen": (
+        "gemma3_text",
+        TINY_GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            }
+        },
+    ),
+    "gemma3, no layer sees everything": (
+        "gemma3_text",
+        TINY_GEMMA | {"layer_types": ["sliding_attention"] * 4},
+    ),
 }
 
 SCALINGS: dict[str, dict[str, Any]] = {

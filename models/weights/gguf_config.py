@@ -57,7 +57,9 @@ def config_from_gguf(
     if "token_embd.weight" not in tensor_shapes:
         raise CheckpointError(f"{origin}: holds no token_embd.weight, so it is not a whole language model.")
     experts = _experts(own, origin) if word == "qwen3moe" else None
-    family: dict[str, Any] = _gemma_settings(own, hidden_size, num_heads, num_layers, origin) if is_gemma else {}
+    family: dict[str, Any] = (
+        _gemma_settings(own, hidden_size, num_heads, num_layers, origin) if is_gemma else {}
+    )
     return DecoderConfig(
         architecture=architecture,
         vocab_size=tensor_shapes["token_embd.weight"][0],

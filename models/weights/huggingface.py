@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
@@ -49,25 +50,33 @@ def read_huggingface_config(folder: Path) -> DecoderConfig:
     return config_from_hf(read_json(path), origin=str(path))
 
 
-def load_huggingface(folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+def load_huggingface(
+    folder: Path, *, device: torch.device | str, dtype: torch.dtype, kernels: KernelSet = TORCH_KERNELS
+) -> Decoder:
     """Builds the model of a folder and fills it.
 
     Args:
         folder: Holds ``config.json`` and ``model.safetensors``, or shards with their index.
         device: Where the model is made.
         dtype: Of its parameters, whatever the files hold.
+        kernels: What the model is built with.
 
     Raises:
         CheckpointError: Files are missing or damaged, the architecture is unknown, or tensors do not
             fit.
         MissingExtraError: The package safetensors is not installed.
     """
-    model = Decoder(read_huggingface_config(folder), device=device, dtype=dtype)
+    model = Decoder(read_huggingface_config(folder), device=device, dtype=dtype, kernels=kernels)
     is_tied = model.config.has_tied_embeddings
     stored: dict[str, StoredTensor] = {}
     with contextlib.ExitStack() as stack:
         for path in _weight_files(folder):
             stored.update(_stored_tensors(path, stack))
+        if model.config.has_unit_offset_norms:
+            stored = {
+                name: _plus_one(tensor) if name.endswith("norm.weight") else tensor
+                for name, tensor in stored.items()
+            }
         fill_parameters(
             checkpoint_views(model),
             stored,
@@ -126,6 +135,11 @@ def _stored_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Stored
         return StoredTensor(shape=shape, read=lambda: _floating(opened.get_tensor(name), name, path))
 
     return {name: stored(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _plus_one(tensor: StoredTensor) -> StoredTensor:
+    """Adds what a family leaves out of its norms' weights, so that norms are alike for all."""
+    return StoredTensor(shape=tensor.shape, read=lambda: tensor.read().float() + 1.0)
 
 
 def _floating(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:

@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from ..batch.real_tokens import real_row_mask
-
 
 class ExpertsKernel(Protocol):
     """Routes tokens and runs their experts."""
@@ -67,7 +65,7 @@ def route(
     weight_TP, expert_TP = chance_TX.topk(top_k, dim=-1)
     if is_normalised:
         weight_TP = weight_TP / weight_TP.sum(-1, keepdim=True)
-    is_real_T1 = real_row_mask(num_real_tokens, num_tokens).unsqueeze(1)
+    is_real_T1 = (torch.arange(num_tokens, device=num_real_tokens.device) < num_real_tokens).unsqueeze(1)
     expert_TP = torch.where(is_real_T1, expert_TP, num_experts)
     return expert_TP, torch.where(is_real_T1, weight_TP, 0.0).to(router_logits_TX.dtype)
 
