@@ -30,14 +30,14 @@ class LayerState(NamedTuple):
     """What stands between two layers; made by `Decoder.begin`, consumed by `Decoder.run_layers`.
 
     Attributes:
-        delta_TE: What is still to be added to the residual stream (dtype[T, E]).
-        residual_TE: The residual stream without it (dtype[T, E]).
+        delta: What is still to be added to the residual stream (dtype[T, E]).
+        residual: The residual stream without it (dtype[T, E]).
         angles: Cosine and sine of every token (dtype[T, 1, D] each), one pair for each kind of layer.
         num_real_tokens: Rows that are real (int32[]); None in a model without experts.
     """
 
-    delta_TE: torch.Tensor
-    residual_TE: torch.Tensor
+    delta: torch.Tensor
+    residual: torch.Tensor
     angles: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     num_real_tokens: torch.Tensor | None
 
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         Returns:
             ``hidden_TE`` (dtype[T, E]), fresh.
         """
-        return self.norm.add(state.delta_TE, state.residual_TE)[0]
+        return self.norm.add(state.delta, state.residual)[0]
 
     def compute_logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Applies the output layer to all rows, or to those that the caller picked.
