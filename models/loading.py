@@ -1,6 +1,6 @@
 """One name to one ready model: what the command and the scripts call.
 
-A name is the default model's, that of a shape (random weights), the path of a Hugging Face folder,
+A name is that of a model in packages (the default one), that of a shape (random weights), the path of a Hugging Face folder,
 or that of a GGUF file, looked up in this order.
 """
 
@@ -17,7 +17,8 @@ from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
 from .decoder import Decoder
-from .default_model import DEFAULT_MODEL, default_gguf_path
+from .packaged_gguf import packaged_gguf_path
+from .packaged_models import DEFAULT_MODEL, PACKAGED_MODELS, default_gguf_path
 from .shapes import SHAPES, named_shape
 from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
 from .weights.gguf import load_gguf, open_gguf
@@ -57,13 +58,13 @@ def load_model(
     """Loads, or makes, a model.
 
     Args:
-        name_or_path: The default model's name, a shape's name, a folder or a ``.gguf`` file. A folder
+        name_or_path: The name of the default or another packaged model, a shape's name, a folder or a ``.gguf`` file. A folder
             that is named like a shape is reached as ``./name``.
         device: Where it is made.
         dtype: Of its parameters and activations.
         seed: Of random weights.
         num_layers: Another depth, for random weights only.
-        download: Whether the default model may be downloaded where it is not in the cache.
+        download: Whether a packaged model may be downloaded where it is not in the cache.
         kernels: Fused kernels that the model is built with, from ``runtime.kernels.kernel_set``.
 
     Raises:
@@ -86,7 +87,8 @@ def load_model(
             f"num_layers={num_layers} is for random weights; {name} is a checkpoint with its own depth. "
             f"Named shapes: {', '.join(sorted(SHAPES))}."
         )
-    path = default_gguf_path(download) if name == DEFAULT_MODEL else Path(name)
+    packaged = PACKAGED_MODELS.get(name)
+    path = Path(name) if packaged is None else packaged_gguf_path(packaged, download=download)
     if name and path.is_dir():  # An empty name would be the current folder.
         model = load_huggingface(path, device=device, dtype=dtype, kernels=kernels)
         return _loaded(model, tokenizer_from_huggingface(path), path.resolve().name)
@@ -98,7 +100,7 @@ def load_model(
         raise CheckpointError(f"There is no file or folder {path}. Check the path, or give a model's name.")
     raise ConfigError(
         f"{name!r} is neither a file or folder here nor a model's name. "
-        + nearest(name, [DEFAULT_MODEL, *SHAPES])
+        + nearest(name, [*PACKAGED_MODELS, *SHAPES])
     )
 
 

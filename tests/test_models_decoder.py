@@ -184,6 +184,9 @@ NUM_PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
 }
@@ -196,7 +199,7 @@ def test_a_named_shape_has_the_published_number_of_parameters(name: str) -> None
 
 
 def test_every_named_shape_but_the_made_up_one_is_checked_against_its_publication() -> None:
-    assert SHAPES.keys() - NUM_PARAMETERS.keys() == {"tiny"}
+    assert SHAPES.keys() - NUM_PARAMETERS.keys() == {"tiny", "tiny-moe", "tiny-gemma3"}
 
 
 def test_an_unknown_shape_names_the_nearest() -> None:
