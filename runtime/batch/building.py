@@ -58,6 +58,7 @@ def build_forward_batch(
             temperatures=owned["temperatures"],
             top_ks=owned["top_ks"],
             top_ps=owned["top_ps"],
+            seeds=owned["seeds"],
         ),
         extend=extend,
         logprobs=_logprobs(batch),
@@ -97,6 +98,7 @@ def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torc
         "temperatures": torch.tensor([param.temperature for param in params], dtype=torch.float32),
         "top_ks": torch.tensor([param.top_k for param in params], dtype=torch.int32),
         "top_ps": torch.tensor([param.top_p for param in params], dtype=torch.float32),
+        "seeds": torch.tensor([param.seed for param in params], dtype=torch.int64),
         "num_real_tokens": torch.tensor(batch.input_ids.numel(), dtype=torch.int32),
     }
     if batch.extend_lens is not None and batch.prefix_lens is not None:
