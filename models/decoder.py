@@ -9,6 +9,8 @@ Shapes: `T` tokens, `D` head size, `E` hidden, `V` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,16 +20,14 @@ from torch.nn.utils import skip_init
 from sgl_piecewise.runtime.attention.base import AttentionSpec
 from sgl_piecewise.runtime.context import local_real_tokens
 from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
-from sgl_piecewise.runtime.kv.pool import SubPoolSpec
 
 from .config import DecoderConfig
-from .kv_layout import sub_pool_specs
 from .layers import Attention, Building, DecoderLayer, OutputNormedLayer, RMSNorm, linear
 from .rope import RotaryEmbedding
 
 
 class LayerState(NamedTuple):
-    """What stands between two layers; made by `Decoder.begin`, consumed by `Decoder.run_layers`.
+    """What stands between two layers; made by `Decoder.begin_layers`, consumed by `Decoder.run_layers`.
 
     Attributes:
         delta: What is still to be added to the residual stream (dtype[T, E]).
@@ -93,15 +93,39 @@ class Decoder(nn.Module):
         self.requires_grad_(False)
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """The constants of every attention layer, in order: what attention backends are built from."""
-        specs = [part.spec for part in self.modules() if isinstance(part, Attention)]
-        return tuple(specs)
+    def device(self) -> torch.device:
+        """Where parameters live."""
+        return self.norm.weight.device
 
     @property
-    def sub_pool_specs(self) -> tuple[SubPoolSpec, ...]:
-        """The KV sub-pools that the layers write and read, ``full`` first: what KV pools are built from."""
-        return sub_pool_specs(self.config, self.norm.weight.dtype)
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.norm.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model was made for."""
+        return self.config.max_positions
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_layers
+
+    @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """The constants of every attention layer, in order, with its window where it has one."""
+        return tuple(part.spec for part in self.modules() if isinstance(part, Attention))
+
+    def static_tensors(self) -> Mapping[str, Callable[[], torch.Tensor]]:
+        """Returns what graphs read in place, by name: each entry gives the tensor that is in use."""
+        names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        return {name: partial(_tensor_named, self, name) for name in names}
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Runs the model on one flat batch of tokens, inside a forward context.
@@ -121,10 +145,10 @@ class Decoder(nn.Module):
         Returns:
             ``hidden_TE`` after the final norm (dtype[T, E]), fresh.
         """
-        state = self.begin(input_ids_T, positions_T)
-        return self.finish(self.run_layers(state, 0, self.config.num_layers))
+        state = self.begin_layers(input_ids_T, positions_T)
+        return self.end_layers(self.run_layers(state, range(self.config.num_layers)))
 
-    def begin(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> LayerState:
+    def begin_layers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> LayerState:
         """Runs what comes before the layers; arguments as in `forward`.
 
         Returns:
@@ -138,26 +162,25 @@ class Decoder(nn.Module):
         # The first layer adds nothing, so that every layer is the same.
         return LayerState(torch.zeros_like(x_TE), x_TE, angles, num_real_tokens)
 
-    def run_layers(self, state: LayerState, first: int, last: int) -> LayerState:
-        """Runs layers ``first`` to ``last - 1`` on the state that the layer before left.
+    def run_layers(self, state: LayerState, layers: range) -> LayerState:
+        """Runs some layers on the state that the layer before them left.
 
         Args:
             state: Consumed.
-            first: Index of the first layer to run.
-            last: Index after the last one.
+            layers: Their indices.
 
         Returns:
-            The state that layer ``last`` takes, or `finish`.
+            The state that the next layer takes, or `end_layers`.
         """
         delta_TE, residual_TE, angles, num_real_tokens = state
-        for index in range(first, last):
+        for index in layers:
             cos_T1D, sin_T1D = angles[self._angles_of_layer[index]]
             delta_TE, residual_TE = self.layers[index](
                 delta_TE, residual_TE, cos_T1D, sin_T1D, num_real_tokens
             )
         return LayerState(delta_TE, residual_TE, angles, num_real_tokens)
 
-    def finish(self, state: LayerState) -> torch.Tensor:
+    def end_layers(self, state: LayerState) -> torch.Tensor:
         """Norms the state that the last layer left, and consumes it.
 
         Returns:
@@ -177,3 +200,10 @@ class Decoder(nn.Module):
         logits_TV = self.lm_head(hidden_TE)
         cap = self.config.final_logit_cap
         return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+
+
+def _tensor_named(model: nn.Module, name: str) -> torch.Tensor:
+    parent, _, own_name = name.rpartition(".")
+    tensor = getattr(model.get_submodule(parent), own_name)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

@@ -1,7 +1,7 @@
 """One name to one ready model: what the command and the scripts call.
 
-A name is that of a model in packages (the default one), that of a shape (random weights), the path of a Hugging Face folder,
-or that of a GGUF file, looked up in this order.
+A name is that of a packaged model (the default one), that of a shape (random weights), the path of
+a Hugging Face folder, or that of a GGUF file, looked up in this order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_model(
     """Loads, or makes, a model.
 
     Args:
-        name_or_path: The name of the default or another packaged model, a shape's name, a folder or a ``.gguf`` file. A folder
+        name_or_path: The name of a packaged model or of a shape, a folder or a ``.gguf`` file. A folder
             that is named like a shape is reached as ``./name``.
         device: Where it is made.
         dtype: Of its parameters and activations.
