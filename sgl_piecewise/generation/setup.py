@@ -21,7 +21,6 @@ from sgl_piecewise.runtime.runners.plan_file import read_plan, with_strategies
 
 from .engine import EngineOptions, OfflineEngine
 from .requests import GenerationRequest
-from .served_decoder import ServedDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ def build_engine(
         download=setup.may_download,
     )
     runner = ModelRunner.ready(
-        ServedDecoder(loaded.model), plan=setup.plan, options=setup.runner, on_progress=on_progress
+        loaded.model, plan=setup.plan, options=setup.runner, on_progress=on_progress
     )
     return OfflineEngine(runner, tokenizer=loaded.tokenizer, options=setup.engine), loaded
 
