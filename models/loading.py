@@ -17,10 +17,11 @@ from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
 from .decoder import Decoder
+from .gguf_tokenizer import tokenizer_from_gguf
 from .packaged_gguf import packaged_gguf_path
 from .packaged_models import DEFAULT_MODEL, PACKAGED_MODELS, default_gguf_path
 from .shapes import SHAPES, named_shape
-from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
+from .tokenizer import Tokenizer, tokenizer_from_huggingface
 from .weights.gguf import load_gguf, open_gguf
 from .weights.huggingface import load_huggingface
 from .weights.random import random_decoder
