@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from .kernel_set import TORCH_KERNELS
+from .launching import import_triton_module
+
 
 class ExpertsKernel(Protocol):
     """Routes tokens and runs their experts."""
@@ -45,6 +48,11 @@ class ExpertsKernel(Protocol):
         """
 
 
+def real_rows(num_real_tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Returns which rows are real (bool[T, 1], fresh)."""
+    return (torch.arange(num_tokens, device=num_real_tokens.device) < num_real_tokens).unsqueeze(1)
+
+
 def route(
     router_logits_TX: torch.Tensor, num_real_tokens: torch.Tensor, *, top_k: int, is_normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +73,7 @@ def route(
     weight_TP, expert_TP = chance_TX.topk(top_k, dim=-1)
     if is_normalised:
         weight_TP = weight_TP / weight_TP.sum(-1, keepdim=True)
-    is_real_T1 = (torch.arange(num_tokens, device=num_real_tokens.device) < num_real_tokens).unsqueeze(1)
+    is_real_T1 = real_rows(num_real_tokens, num_tokens)
     expert_TP = torch.where(is_real_T1, expert_TP, num_experts)
     return expert_TP, torch.where(is_real_T1, weight_TP, 0.0).to(router_logits_TX.dtype)
 
@@ -111,4 +119,9 @@ def experts_kernel(kernels: str, gate_mul: Callable[[torch.Tensor], torch.Tensor
         kernels: The set's name.
         gate_mul: Joins gate and up projection; of the same set.
     """
-    return torch_experts(gate_mul)
+    if kernels == TORCH_KERNELS.name:
+        return torch_experts(gate_mul)
+    # FlashInfer's set is Triton's with other kernels in some places; it has none for experts here.
+    run = import_triton_module("triton_experts", __package__ or "").triton_experts(gate_mul)
+    assert callable(run)
+    return run
