@@ -44,6 +44,7 @@ def prompts_of(loaded: LoadedModel, lengths: list[int]) -> list[list[int]]:
     return [ids[start : start + length] for start, length in enumerate(lengths)]
 
 
+@pytest.mark.timeout(400)  # Both models are loaded.
 def test_a_few_greedy_tokens_equal_transformers_in_mixed_batches(loaded: LoadedModel, reference: Any) -> None:
     prompts = prompts_of(loaded, [21, 1, 6])
     runner = model_runner(
