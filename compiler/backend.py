@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from torch.fx import GraphModule
 
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
-from .options import options_from
+from .layer_runner import layer_runner_for
+from .layer_tracing import is_layer_call
+from .options import CompileOptions, options_from
 from .piece_compilers import piece_compiler_for
 from .stitching import compile_and_stitch
+from .traced_function import current_counts
 
 _logger = logging.getLogger(__name__)
 
@@ -53,16 +58,49 @@ def sgl_piecewise(
             f"Backend 'sgl_piecewise' has no modes (got mode={mode!r}). Capture the compiled forward for CUDA "
             "graphs; for Inductor's tuning use options={'inductor_config': {...}}."
         )
-    typed = options_from(options)
-    piece_compiler = piece_compiler_for(typed)
+    if torch_private_entries.is_last_compile():
+        _logger.warning(
+            "This function was compiled as often as torch._dynamo.config.recompile_limit allows: PyTorch will run "
+            "any other call of it uncompiled, and say so only here. TORCH_LOGS=recompiles names what differs; equal "
+            "layers that differ in numbers are shared by sgl_piecewise.compile_layers_once(model)."
+        )
+    return compile_graph(gm, example_inputs, options_from(options))
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: CompileOptions
+) -> Callable[..., Any]:
+    """Compiles one traced forward or layer.
+
+    Args:
+        gm: What Dynamo traced.
+        example_inputs: What it was traced with.
+        options: How.
+
+    Returns:
+        A callable with the inputs and outputs of ``gm``; shared layers that it calls are compiled when first run.
+
+    Raises:
+        PieceCompilerUnavailable: The piece compiler is not installed.
+        ConfigError: There is no such piece compiler.
+        CompileError: Autograd records, or a piece cannot be split off or compiled.
+    """
+    piece_compiler = piece_compiler_for(options)
     _refuse_autograd(gm, example_inputs)
-    split = run_passes(gm, example_inputs, pipeline(options_text=typed.key_text()))
+    split = run_passes(gm, example_inputs, pipeline(options_text=options.key_text()))
     calls = [node for node in split.graph.nodes if node.op == "call_module"]
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
     _logger.info(
         "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
     )
-    return compile_and_stitch(split, piece_compiler)
+    counts = current_counts()
+    counts.num_pieces += len(calls)
+    counts.num_compiled_pieces += len(pieces_of(split))
+    has_layers = any(is_layer_call(node) for node in split.graph.nodes)
+    forward = compile_and_stitch(split, piece_compiler)
+    return (
+        layer_runner_for(partial(compile_graph, options=options)).around(forward) if has_layers else forward
+    )
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

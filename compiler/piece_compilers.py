@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
 
 from .options import CompileOptions
@@ -56,7 +56,7 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
             )
         importlib.import_module(module)
     known = {"fx", *_EXTRAS, *torch.compiler.list_backends(exclude_tags=())} - {BACKEND_NAME}
-    backend = torch_private_tracing.registered_backend(chosen)
+    backend = torch_private_compiling.registered_backend(chosen)
     if backend is None:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
-from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark_operator import body_of, is_marked_call
 
@@ -58,14 +58,14 @@ def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Cal
 
 def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCompiler) -> Callable[..., Any]:
     values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
-    examples = torch_private_tracing.example_inputs(values)
-    if torch_private_tracing.share_memory(examples) and _writes_inputs(piece, values):
+    examples = torch_private_compiling.example_inputs(values)
+    if torch_private_compiling.share_memory(examples) and _writes_inputs(piece, values):
         _logger.warning(
             "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
         )
         return run_as_fx(piece, examples)
     try:
-        with torch_private_tracing.separate_compile():
+        with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
     except Exception as err:
         raise CompileError(
@@ -81,10 +81,10 @@ def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCom
 
 def _writes_inputs(piece: GraphModule, values: Sequence[Any]) -> bool:
     """Tells whether a run of the piece changes a tensor that it was given."""
-    examples = torch_private_tracing.example_inputs(values)
+    examples = torch_private_compiling.example_inputs(values)
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in tensors]
-    with torch_private_tracing.on_current_fake_mode(), torch.no_grad():
+    with torch_private_compiling.on_current_fake_mode(), torch.no_grad():
         piece(*examples)
     return [tensor._version for tensor in tensors] != before
 

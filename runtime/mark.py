@@ -43,6 +43,26 @@ def use_capture(capture: ActiveCapture | None) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
+class _NotedMarks:
+    """Stands in for a capture and notes the marks that it is asked to run."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.names.append(mark.name)
+        with use_capture(None):
+            return mark.fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def noted_marks() -> Iterator[list[str]]:
+    """Notes the names of the marked calls that the block makes, in order; the list is filled while it runs."""
+    noted = _NotedMarks()
+    with use_capture(noted):
+        yield noted.names
+
+
 class MarkedFunction:
     """A function whose calls end the graph segment that is being captured.
 
@@ -73,6 +93,13 @@ class MarkedFunction:
             raise ConfigError(
                 f"eager_on_graph cannot mark the class {fn.__qualname__}: that would be a break where one is made. "
                 "Mark the method that should stay outside graphs, for a module its forward."
+            )
+        if isinstance(fn, torch.nn.Module):
+            kind = type(fn).__qualname__
+            raise ConfigError(
+                f"eager_on_graph cannot mark an instance of {kind}: a mark is no module, and its parent would lose "
+                f"the parameters. Mark the class's forward, or this one's: module.forward = "
+                "eager_on_graph(module.forward)."
             )
         for label, value in (("the marked object", fn), ("fake", fake), ("capture_stub", capture_stub)):
             if value is not None and not callable(value):

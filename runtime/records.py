@@ -12,6 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+TRACE, COMPILE_PIECES, FIRST_RUN = "trace", "compile_pieces", "first_run"
+"""Phases of a compile: Dynamo; passes and piece compilers; the run that it was made for."""
+
+COMPILE_PHASES = (TRACE, COMPILE_PIECES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizeBuild:
@@ -49,7 +54,8 @@ class BuildRecord:
         is_emulated: True where the times say nothing about a GPU.
         segments_launched: Whether closed segments ran while capturing (of the size built last).
         total_s: Wall seconds from the call to all sizes ready.
-        phases_s: Wall seconds by phase: ``warm_up``, ``capture``, ``learn_output_shapes``,
+        phases_s: Wall seconds by phase: ``trace`` (Dynamo), ``compile_pieces`` (passes and piece compilers) and
+            ``first_run`` where something is compiled; ``warm_up``, ``capture``, ``learn_output_shapes``,
             ``wait_for_device``. A phase is named work; what is in none is ``unattributed_s``.
         sizes: One entry per capture size, in the order captured (largest first).
     """
@@ -61,6 +67,12 @@ class BuildRecord:
     total_s: float
     phases_s: dict[str, float]
     sizes: tuple[SizeBuild, ...]
+
+    @property
+    def compile_share(self) -> float:
+        """Part of the build that went into tracing and compiling."""
+        compile_s = sum(self.phases_s.get(phase, 0.0) for phase in COMPILE_PHASES)
+        return compile_s / self.total_s if self.total_s else 0.0
 
     @property
     def unattributed_s(self) -> float:
@@ -92,3 +104,33 @@ class PhaseClock:
     def total_s(self) -> float:
         """Returns wall seconds since the clock was made."""
         return time.perf_counter() - self.started_s
+
+
+@dataclass
+class LapClock:
+    """Adds up wall time by phase where phases nest: every moment belongs to the innermost one.
+
+    Attributes:
+        phases_s: Wall seconds so far by phase.
+    """
+
+    phases_s: dict[str, float] = field(default_factory=dict)
+    _phase: str | None = None
+    _since_s: float = field(default_factory=time.perf_counter)
+
+    def enter(self, phase: str | None) -> str | None:
+        """Lets the time from now on count as ``phase``, as nothing if None; returns the phase before."""
+        now_s, before = time.perf_counter(), self._phase
+        if before is not None:
+            self.phases_s[before] = self.phases_s.get(before, 0.0) + now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
+        return before
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attributes the block's wall time to ``name``, but for phases inside it."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ def with_lazy_bits_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if like.is_conj():
         tensor = torch._conj(tensor)
     return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
+def as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that was not made in inference mode over the same storage, which it keeps alive."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return with_lazy_bits_of(tensor, _over_storage(tensor.untyped_storage(), tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -310,3 +318,23 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.stride() == other.stride()
         and one.storage_offset() == other.storage_offset()
     )
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies into the first of each pair the second; on CUDA one launch for all of a dtype, not one each."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for destination, source in pairs:
+        destinations, sources = by_dtype.setdefault(destination.dtype, ([], []))
+        destinations.append(destination)
+        sources.append(source)
+    for group in by_dtype.values():
+        torch._foreach_copy_(*group)
+
+
+def zero_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Fills tensors with zeros; on CUDA one launch for all of a dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        torch._foreach_zero_(group)

@@ -7,6 +7,7 @@ be met; 130 interrupted. Errors of ours are one message without a traceback.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,16 +22,16 @@ from rich.text import Text
 from sgl_piecewise.models.loading import DEFAULT_MODEL
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.sampling import NO_TOP_K, SamplingParams
-from sgl_piecewise.runtime.errors import SglPiecewiseError
+from sgl_piecewise.runtime.errors import ConfigError, SglPiecewiseError
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
+    COMMAND_STRATEGIES,
     DEFAULT_CPU_ROUNDS,
     DEFAULT_CUDA_ROUNDS,
-    DEFAULT_STRATEGIES,
     CompareOptions,
     default_num_rounds,
     default_sizes,
@@ -44,7 +45,7 @@ from .comparison.report import check_can_write, write_report
 from .comparison.table import print_report
 from .generation.engine import EngineOptions
 from .generation.printing import TokenPrinter, closing_line
-from .generation.setup import EngineSetup, build_engine, plan_of, requests_of
+from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
 
 EXIT_WRONG = 1
 EXIT_REQUEST = 2
@@ -59,8 +60,19 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(importlib.metadata.version("sgl-piecewise"))
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
     """Keeps commands named, however few there are."""
 
 
@@ -75,7 +87,7 @@ def compare(
         str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
     ] = "auto",
     strategies: Annotated[str, typer.Option(help="Comma-separated; eager is always among them.")] = ",".join(
-        DEFAULT_STRATEGIES
+        COMMAND_STRATEGIES
     ),
     capture_sizes: Annotated[
         str | None,
@@ -185,7 +197,9 @@ def generate(
         int | None, typer.Option(help="Tokens in the KV pool. Default: what fits and can be used.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")
+    ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Make every captured forward one break: no graph, same path.")
     ] = False,
@@ -196,6 +210,8 @@ def generate(
 ) -> None:
     """Generate text: continuous batching on graphs, and which forward ran how."""
     with _errors_as_messages(traceback):
+        if not prompt and not prompt_ids:
+            raise ConfigError("There is no prompt. Give one with --prompt TEXT, or with --prompt-ids 1,2,3.")
         torch_device = resolve_device(device)
         setup = EngineSetup(
             model=model,
@@ -221,21 +237,23 @@ def generate(
         )
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         with _progress_bar() as on_progress:
-            engine, loaded = build_engine(setup, on_progress)
-        requests = requests_of(
-            prompt or [],
-            prompt_ids or [],
-            loaded,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_texts=tuple(stop or ()),
-        )
+            loaded = load_for(setup)
+            requests = requests_of(
+                prompt or [],
+                prompt_ids or [],
+                loaded,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop_texts=tuple(stop or ()),
+            )
+            engine = build_engine(setup, loaded, on_progress)
         printer = TokenPrinter(Console(), num_prompts=len(requests), has_text=loaded.tokenizer is not None)
         clock, errors = PhaseClock(), Console(stderr=True, soft_wrap=True)
         try:
             with clock.phase("generate"):
                 engine.generate(requests, on_event=printer)
         finally:
+            printer.close()
             for change in engine.runner.plan_changes:
                 errors.print(Text(f"Plan: {change}"))
             if explain:

@@ -19,8 +19,8 @@ from .base import AttentionSpec
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
-_TARGET_PROGRAMS = 528  # four for each multiprocessor of an H200
-_MAX_SPLITS = 64
+_TARGET_PROGRAMS = 1056  # eight for each multiprocessor of an H200, so that none waits long for the last
+_MAX_SPLITS = 32
 
 
 def check_supported(layer: AttentionSpec, dtype: torch.dtype) -> None:
@@ -41,6 +41,25 @@ def check_supported(layer: AttentionSpec, dtype: torch.dtype) -> None:
         )
 
 
+def _check_tensors(q_THD: torch.Tensor, *others: torch.Tensor) -> None:
+    """Refuses tensors that the kernels would misread, or fail on with an error of the compiler's.
+
+    Raises:
+        ConfigError: Dtypes differ, or a head is not contiguous.
+    """
+    for tensor in (q_THD, *others):
+        if tensor.dtype is not q_THD.dtype:
+            raise ConfigError(
+                f"Triton attention needs one dtype: queries are {q_THD.dtype}, keys, values or their pool are "
+                f"{tensor.dtype}. Build the KV pool in the model's dtype."
+            )
+        if tensor.stride(-1) != 1:
+            raise ConfigError(
+                f"Triton attention needs heads that are contiguous, and got a tensor of shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}. Make it contiguous in its last dimension."
+            )
+
+
 def num_splits_for(num_requests: int, num_kv_heads: int, max_context: int) -> int:
     """Returns into how many parts decode cuts each context, a power of two.
 
@@ -58,7 +77,7 @@ def num_splits_for(num_requests: int, num_kv_heads: int, max_context: int) -> in
 def tile_rows(head_dim: int, dtype: torch.dtype) -> int:
     """Returns how many query rows a tile of `extend_attention` has."""
     if dtype is torch.float32:
-        return 64
+        return 32
     return 128 if head_dim <= 128 else 64
 
 
@@ -91,7 +110,11 @@ def decode_attention(
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh.
+
+    Raises:
+        ConfigError: Dtypes differ, or a head is not contiguous.
     """
+    _check_tensors(q_THD, k_SKD, v_SKD)
     kernels = import_triton_module("triton_decode_kernel", __package__ or "")
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_SKD.shape[1]
@@ -176,7 +199,11 @@ def extend_attention(
 
     Returns:
         ``o_THD`` (dtype[T, H, D]), fresh; zero in rows of no request.
+
+    Raises:
+        ConfigError: Dtypes differ, or a head is not contiguous.
     """
+    _check_tensors(q_THD, k_TKD, v_TKD, k_SKD, v_SKD)
     kernels = import_triton_module("triton_extend_kernel", __package__ or "")
     num_tokens, num_heads, head_dim = q_THD.shape
     block_d = _power_of_two(head_dim)
@@ -224,20 +251,23 @@ def _layer_constants(layer: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]
 
 
 def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
-    """Steps that keep enough loads in flight and fit the shared memory of a Hopper multiprocessor."""
+    """Steps that keep enough loads in flight and fit the shared memory of a Hopper multiprocessor.
+
+    Keys wait for their slots, so Triton spreads its stages over two loads: five give two buffers.
+    """
     if dtype is torch.float32:
-        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_N": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_N": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 5}
 
 
 def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype is torch.float32:
-        return {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if block_d <= 64:
         return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
     if block_d <= 128:
         return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
 
 
 def _power_of_two(number: int) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..errors import BatchError
 from ..kv.loc_plan import KVLocPlan
+from ..kv.req_to_token import SCRATCH_ROW
 from ..kv.staging import copy_to_device
 from .fields import ExtendFields, LogprobFields, PaddingFields
 from .forward_batch import BatchRunner, ForwardBatch
@@ -32,10 +34,12 @@ def build_forward_batch(
 ) -> ForwardBatch:
     """`ForwardBatch.init_new`; see there."""
     batch.check()
+    translator = runner.kv_translator
+    _check_fits(batch, *translator.table_shape)
     owned = _owned_tensors(batch, runner.device)
     per_req = batch.num_tokens_per_req
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
-    preset = _preset_positions(batch, positions)
+    own_positions = _own_positions(batch, owned, positions, runner.device)
     forward = ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.reqs),
@@ -44,7 +48,7 @@ def build_forward_batch(
         seq_lens=owned["seq_lens"],
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
         write_slots={},
-        positions=cache_positions if preset is None else _own(preset, runner.device, torch.int64),
+        positions=cache_positions if own_positions is None else own_positions,
         seq_lens_sum=int(batch.seq_lens_cpu.sum()),
         num_tokens_per_req=per_req,
         capture_hidden_mode=(
@@ -68,7 +72,6 @@ def build_forward_batch(
         ),
         dllm=batch.dllm,
     )
-    translator = runner.kv_translator
     if kv_plan is None:
         kv_plan = translator.own_plan(
             batch.out_cache_loc, num_rows=len(batch.reqs) if per_req and batch.reqs else 1
@@ -90,26 +93,44 @@ def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> Ca
     return asked if batch.speculative is None else max(asked, batch.speculative.capture_hidden_mode)
 
 
+def _check_fits(batch: ScheduleBatch, num_rows: int, max_context: int) -> None:
+    """Raises for what would be an index out of range on the device, where no error names a field."""
+    if not batch.reqs:
+        return
+    longest = int(batch.seq_lens_cpu.max())
+    if longest > max_context:
+        raise BatchError(f"seq_lens_cpu: {longest} tokens, and the pool allows max_context={max_context}.")
+    lowest, highest = (int(bound) for bound in batch.req_pool_indices_cpu.aminmax())
+    if lowest <= SCRATCH_ROW or highest >= num_rows:
+        raise BatchError(
+            f"req_pool_indices_cpu: rows {lowest} to {highest}; requests have rows 1 to {num_rows - 1}."
+        )
+
+
 def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torch.Tensor]:
     params = [req.sampling for req in batch.reqs]
     host = {
-        "req_pool_indices": batch.req_pool_indices_cpu.to(torch.int64),
-        "seq_lens": batch.seq_lens_cpu.to(torch.int64),
-        "temperatures": torch.tensor([param.temperature for param in params], dtype=torch.float32),
-        "top_ks": torch.tensor([param.top_k for param in params], dtype=torch.int32),
-        "top_ps": torch.tensor([param.top_p for param in params], dtype=torch.float32),
-        "seeds": torch.tensor([param.seed for param in params], dtype=torch.int64),
-        "num_real_tokens": torch.tensor(batch.input_ids.numel(), dtype=torch.int32),
+        "req_pool_indices": _int64(batch.req_pool_indices_cpu),
+        "seq_lens": _int64(batch.seq_lens_cpu),
+        "temperatures": np.array([param.temperature for param in params], dtype=np.float32),
+        "top_ks": np.array([param.top_k for param in params], dtype=np.int32),
+        "top_ps": np.array([param.top_p for param in params], dtype=np.float32),
+        "seeds": np.array([param.seed for param in params], dtype=np.int64),
+        "num_real_tokens": np.array(batch.input_ids.numel(), dtype=np.int32),
     }
     if batch.extend_lens is not None and batch.prefix_lens is not None:
-        host["extend_seq_lens"] = torch.tensor(batch.extend_lens, dtype=torch.int32)
-        host["extend_prefix_lens"] = torch.tensor(batch.prefix_lens, dtype=torch.int32)
+        host["extend_seq_lens"] = np.array(batch.extend_lens, dtype=np.int32)
+        host["extend_prefix_lens"] = np.array(batch.prefix_lens, dtype=np.int32)
     if batch.dllm is not None:
-        host["block_offsets"] = torch.tensor(batch.dllm.block_offsets, dtype=torch.int64)
+        host["block_offsets"] = np.array(batch.dllm.block_offsets, dtype=np.int64)
     if batch.input_ids.device.type == "cpu":
-        host["input_ids"] = batch.input_ids.to(torch.int64)
+        host["input_ids"] = _int64(batch.input_ids)
         return copy_to_device(host, device)
     return copy_to_device(host, device) | {"input_ids": _own(batch.input_ids, device, torch.int64)}
+
+
+def _int64(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy().astype(np.int64, copy=False)
 
 
 def _own(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -129,9 +150,7 @@ def _extend_and_positions(
     positions, start_loc = compute_position(
         owned["extend_prefix_lens"], owned["extend_seq_lens"], num_tokens, encoding
     )
-    if batch.dllm is not None:
-        positions = block_positions(owned["block_offsets"], batch.dllm.block_size)
-    elif per_req is not None:
+    if per_req is not None:
         positions = clamp_position(owned["seq_lens"], per_req)
     extend = ExtendFields(
         extend_seq_lens=owned["extend_seq_lens"],
@@ -145,15 +164,23 @@ def _extend_and_positions(
     return extend, positions
 
 
-def _preset_positions(batch: ScheduleBatch, positions: torch.Tensor | None) -> torch.Tensor | None:
+def _own_positions(
+    batch: ScheduleBatch,
+    owned: dict[str, torch.Tensor],
+    positions: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Returns positions that do not follow from the lengths: preset ones, or those of blocks."""
     if positions is None and batch.speculative is not None:
         positions = batch.speculative.positions
-    if positions is not None and positions.shape[-1] != batch.input_ids.numel():
+    if positions is None:
+        return None if batch.dllm is None else block_positions(owned["block_offsets"], batch.dllm.block_size)
+    if positions.shape[-1] != batch.input_ids.numel():
         raise BatchError(
             f"positions: shape {tuple(positions.shape)} for {batch.input_ids.numel()} tokens; the last "
             "dimension runs over the tokens."
         )
-    return positions
+    return _own(positions, device, torch.int64)
 
 
 def _logprobs(batch: ScheduleBatch) -> LogprobFields | None:

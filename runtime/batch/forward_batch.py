@@ -158,7 +158,9 @@ class ForwardBatch:
         return self if self.padding.unpadded is None else self.padding.unpadded
 
     def req_rows_of_tokens(self) -> torch.Tensor:
-        """Returns each token's row in ``req_to_token`` (int64[T], fresh); of an unpadded batch."""
+        """Returns each token's row in ``req_to_token`` (int64[T]); of an unpadded batch."""
+        if self.num_tokens_per_req == 1:
+            return self.req_pool_indices
         if self.extend is None or self.num_tokens_per_req is not None:
             return self.req_pool_indices.repeat_interleave(self.num_tokens_per_req or 0)
         return torch.repeat_interleave(

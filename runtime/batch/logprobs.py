@@ -6,7 +6,7 @@ forward gives the same ones. The logits of token `t` are about its successor `t 
 Shapes: `T` tokens, `B` requests, `N` rows with logits, `M` asked-for prompt positions.
 
 Source: SGLang 0.5.23's `logits_processor`. Differs: a prompt's last token, whose successor is sampled,
-has no input log-probability in place of a placeholder.
+has no input log-probability; there it has a made-up one.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import torch
 from ..errors import BatchError
 from ..kv.req_to_token import SCRATCH_ROW
 from ..kv.slots import SCRATCH_SLOT, PhysicalSlots
+from ..torch_private import copy_all, zero_all
 from .fields import ExtendFields, PaddingFields
 from .forward_batch import ForwardBatch
 from .forward_mode import CaptureHiddenMode, ForwardMode, NewTokens
@@ -150,9 +151,18 @@ class _Padder:
         # A padded request reads what it writes, so its length is that of its own new tokens.
         self._pad_len = batch.num_tokens_per_req or 0
         self._num_pad_reqs = batch_size - batch.batch_size
+        # Copies and tails are written at the end, all at once: each alone is a launch, and there are a dozen.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zeros: list[torch.Tensor] = []
 
     def padded(self, unpadded: ForwardBatch) -> ForwardBatch:
         """Returns the padded batch."""
+        batch = self._with_tensors(unpadded)
+        copy_all(self._copies)
+        zero_all(self._zeros)
+        return batch
+
+    def _with_tensors(self, unpadded: ForwardBatch) -> ForwardBatch:
         batch = self._batch
         pad_lens = torch.full((self._num_pad_reqs,), self._pad_len, dtype=torch.int64)
         return dataclasses.replace(
@@ -183,15 +193,17 @@ class _Padder:
             if extend.start_loc_encoding is StartLocEncoding.TOKEN_OFFSET
             else self._batch.seq_lens_sum
         )
-        start_loc = self._requests("extend_start_loc", extend.extend_start_loc, start)
-        if self._pad_len and self._num_pad_reqs:
-            steps = torch.arange(self._num_pad_reqs, dtype=torch.int32, device=start_loc.device)
-            start_loc[self._batch.batch_size :].add_(steps, alpha=self._pad_len)
+        start_locs: int | torch.Tensor = start
+        if self._pad_len:
+            end = start + self._num_pad_reqs * self._pad_len
+            start_locs = torch.arange(
+                start, end, self._pad_len, dtype=torch.int32, device=extend.extend_start_loc.device
+            )
         return dataclasses.replace(
             extend,
             extend_seq_lens=self._requests("extend_seq_lens", extend.extend_seq_lens, self._pad_len),
             extend_prefix_lens=self._requests("extend_prefix_lens", extend.extend_prefix_lens, 0),
-            extend_start_loc=start_loc,
+            extend_start_loc=self._requests("extend_start_loc", extend.extend_start_loc, start_locs),
             extend_num_tokens=extend.extend_num_tokens + sum(pad_lens),
             extend_seq_lens_cpu=extend.extend_seq_lens_cpu + pad_lens,
             extend_prefix_lens_cpu=extend.extend_prefix_lens_cpu + (0,) * self._num_pad_reqs,
@@ -200,18 +212,26 @@ class _Padder:
     def _tokens(self, name: str, real: torch.Tensor, tail: int) -> torch.Tensor:
         return self._write(name, real, (*real.shape[:-1], self._num_tokens), tail)
 
-    def _requests(self, name: str, real: torch.Tensor, tail: int) -> torch.Tensor:
+    def _requests(self, name: str, real: torch.Tensor, tail: int | torch.Tensor) -> torch.Tensor:
         return self._write(name, real, (self._batch_size,), tail)
 
-    def _write(self, name: str, real: torch.Tensor, shape: tuple[int, ...], tail: int = 0) -> torch.Tensor:
-        """Real values first, then the tail along the last dimension: nothing of an older batch is left."""
+    def _write(
+        self, name: str, real: torch.Tensor, shape: tuple[int, ...], tail: int | torch.Tensor = 0
+    ) -> torch.Tensor:
+        """Real values, then the tail along the last dimension: nothing of an older batch is left."""
         padded = self._storage(name, shape, real)
         if not shape:
-            return padded.copy_(real)
+            self._copies.append((padded, real))
+            return padded
         num_real = real.shape[-1]
-        padded[..., :num_real].copy_(real)
-        if num_real < shape[-1]:
-            padded[..., num_real:].fill_(tail)
+        self._copies.append((padded[..., :num_real], real))
+        rest = padded[..., num_real:]
+        if isinstance(tail, torch.Tensor):
+            self._copies.append((rest, tail))
+        elif tail == 0:
+            self._zeros.append(rest)
+        else:
+            rest.fill_(tail)
         return padded
 
 

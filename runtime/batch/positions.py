@@ -94,8 +94,7 @@ def _exclusive_sum(lens: torch.Tensor) -> torch.Tensor:
 def block_positions(block_offsets: torch.Tensor, block_size: int) -> torch.Tensor:
     """Returns positions of blocks that are rewritten in place (DLLM_EXTEND).
 
-    They do not follow from what is in the cache: from the second pass on the cache holds the
-    block's own tokens already.
+    They are the block's own: where its tokens lie in the cache follows from the prefix, not from them.
 
     Args:
         block_offsets: Position of each block's first token (int64[B]).

@@ -24,6 +24,8 @@ _REQUEST_DTYPES = {
 class StaticBatchBuffers:
     """Buffers for the largest batch of a runner; a smaller one lies at their beginning.
 
+    Positions have one axis. Writing while a replay on another stream still reads is the caller's to prevent.
+
     Args:
         max_batch_size: Requests of the largest capture size.
         max_num_tokens: Its tokens.

@@ -23,6 +23,19 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def require_triton() -> None:
+    """Checks that Triton is installed.
+
+    Raises:
+        MissingExtraError: It is not.
+    """
+    if not has_triton():
+        raise MissingExtraError(
+            "The package 'triton' is needed to run Triton kernels and is not installed. CUDA builds of torch "
+            "bring it; elsewhere install it with: pip install 'sgl-piecewise[triton]', or choose torch instead."
+        )
+
+
 def import_triton_module(name: str, package: str) -> Any:
     """Imports a module of ours that imports Triton at its top.
 
@@ -36,11 +49,7 @@ def import_triton_module(name: str, package: str) -> Any:
     Raises:
         MissingExtraError: Triton is not installed.
     """
-    if not has_triton():
-        raise MissingExtraError(
-            "The package 'triton' is needed to run Triton kernels and is not installed. CUDA builds of torch "
-            "bring it; elsewhere install it with: pip install triton, or choose the torch kernels and attention."
-        )
+    require_triton()
     return importlib.import_module(f".{name}", package)
 
 

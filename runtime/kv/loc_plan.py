@@ -94,7 +94,7 @@ class KVLocPlan:
         """
         if translator is not self._translator:
             raise PoolError("The plan is another translator's: backends would read tables it never wrote.")
-        write_slots = {pool: self.write_ids(pool, cols) for pool in self._slots}
+        write_slots = {pool: self.write_ids(pool, cols) for pool in translator.pools}
         if len(write_slots[FULL_POOL]) != batch.num_tokens:
             raise BatchError(
                 f"out_cache_loc: the write window holds {len(write_slots[FULL_POOL])} slots, and the batch "

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, PoolError
-from .slots import SCRATCH_SLOT, VirtualSlots
+from .slots import VirtualSlots
 
 SCRATCH_ROW = 0
 
@@ -35,9 +35,9 @@ class ReqToTokenPool:
         self.max_requests = max_requests
         self.max_context = max_context
         self._table = np.zeros((max_requests + 1, max_context), dtype=np.int32)
-        self._num_tokens = [0] * (max_requests + 1)
+        self._num_tokens = np.zeros(max_requests + 1, dtype=np.int64)
         self._free = list(range(max_requests, SCRATCH_ROW, -1))
-        self._is_used = [False] * (max_requests + 1)
+        self._is_used = np.zeros(max_requests + 1, dtype=np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -74,16 +74,22 @@ class ReqToTokenPool:
         Raises:
             PoolError: The row is scratch, out of range or free already.
         """
-        self._check_used(row)
-        self._table[row, : self._num_tokens[row]] = SCRATCH_SLOT
+        self._used([row])
         self._num_tokens[row] = 0
         self._is_used[row] = False
         self._free.append(row)
 
     def num_tokens(self, row: int) -> int:
         """Returns how many tokens of a row have slots."""
-        self._check_used(row)
-        return self._num_tokens[row]
+        return int(self.nums_tokens([row])[0])
+
+    def nums_tokens(self, rows: Sequence[int]) -> np.ndarray:
+        """Returns how many tokens of each row have slots (int64[B], fresh).
+
+        Raises:
+            PoolError: A row is no request's.
+        """
+        return self._num_tokens[self._used(rows)]
 
     def append(self, rows: Sequence[int], counts: Sequence[int], slots: VirtualSlots) -> None:
         """Gives the next tokens of rows their slots.
@@ -99,16 +105,17 @@ class ReqToTokenPool:
         """
         if sum(counts) != len(slots):
             raise PoolError(f"{len(slots)} slots given for {sum(counts)} tokens of rows {list(rows)}.")
-        begins = [self.num_tokens(row) for row in rows]
-        for row, begin, count in zip(rows, begins, counts, strict=True):
-            if begin + count > self.max_context:
-                raise PoolError(
-                    f"Request row {row} would hold {begin + count} tokens, and the pool allows max_context="
-                    f"{self.max_context}. Refuse or truncate the request before it is scheduled."
-                )
-        self._table[_cells(rows, begins, counts)] = slots.ids.numpy()
-        for row, count in zip(rows, counts, strict=True):
-            self._num_tokens[row] += count
+        used = self._used(rows)
+        begins = self._num_tokens[used]
+        ends = begins + np.asarray(counts, dtype=np.int64)
+        if (ends > self.max_context).any():
+            worst = int(ends.argmax())
+            raise PoolError(
+                f"Request row {rows[worst]} would hold {ends[worst]} tokens, and the pool allows max_context="
+                f"{self.max_context}. Refuse or truncate the request before it is scheduled."
+            )
+        self._table[_cells(used, begins, ends)] = slots.ids.numpy()
+        self._num_tokens[used] = ends
 
     def gather(self, rows: Sequence[int], begins: Sequence[int], counts: Sequence[int]) -> VirtualSlots:
         """Returns the slots of tokens ``[begin, begin + count)`` of every row, row by row, fresh.
@@ -116,13 +123,17 @@ class ReqToTokenPool:
         Raises:
             PoolError: Some of those tokens have no slot, or a row is no request's.
         """
-        for row, begin, count in zip(rows, begins, counts, strict=True):
-            if not 0 <= begin <= begin + count <= self.num_tokens(row):
-                raise PoolError(
-                    f"Request row {row} has slots for {self._num_tokens[row]} tokens, and "
-                    f"[{begin}, {begin + count}) was asked for."
-                )
-        return VirtualSlots(torch.from_numpy(self._table[_cells(rows, begins, counts)].astype(np.int64)))
+        used = self._used(rows)
+        first = np.asarray(begins, dtype=np.int64)
+        ends = first + np.asarray(counts, dtype=np.int64)
+        is_wrong = (first < 0) | (ends < first) | (ends > self._num_tokens[used])
+        if is_wrong.any():
+            index = int(is_wrong.argmax())
+            raise PoolError(
+                f"Request row {rows[index]} has slots for {self._num_tokens[used[index]]} tokens, and "
+                f"[{first[index]}, {ends[index]}) was asked for."
+            )
+        return VirtualSlots(torch.from_numpy(self._table[_cells(used, first, ends)].astype(np.int64)))
 
     def slots(self, row: int, begin: int = 0, end: int | None = None) -> VirtualSlots:
         """Returns the slots of tokens ``[begin, end)`` of one row, fresh; all of them by default.
@@ -133,15 +144,19 @@ class ReqToTokenPool:
         end = self.num_tokens(row) if end is None else end
         return self.gather([row], [begin], [end - begin])
 
-    def _check_used(self, row: int) -> None:
-        if not SCRATCH_ROW < row <= self.max_requests or not self._is_used[row]:
+    def _used(self, rows: Sequence[int]) -> np.ndarray:
+        """Returns the rows as an array (int64[B]), once it is sure that requests own all of them."""
+        given = np.asarray(rows, dtype=np.int64)
+        is_row = (given > SCRATCH_ROW) & (given <= self.max_requests)
+        is_used = is_row & self._is_used[np.where(is_row, given, SCRATCH_ROW)]
+        if not is_used.all():
+            row = given[int(is_used.argmin())]
             raise PoolError(f"Request row {row} belongs to no request; rows 1 to {self.max_requests} can.")
+        return given
 
 
-def _cells(
-    rows: Sequence[int], begins: Sequence[int], counts: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
+def _cells(rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row and column of each token; the tokens of a row stand side by side."""
-    starts = np.cumsum([0, *counts])[:-1]
-    shifts = np.repeat(np.asarray(begins, dtype=np.int64) - starts, counts)
-    return np.repeat(np.asarray(rows, dtype=np.int64), counts), np.arange(len(shifts)) + shifts
+    counts = ends - begins
+    shifts = np.repeat(begins - (counts.cumsum() - counts), counts)
+    return np.repeat(rows, counts), np.arange(len(shifts)) + shifts

@@ -18,7 +18,7 @@ from .allocator import KVSlotAllocator
 from .loc_plan import KVLocPlan
 from .pool import KVPool
 from .req_to_token import ReqToTokenPool
-from .slots import PhysicalSlots, VirtualSlots
+from .slots import SCRATCH_SLOT, PhysicalSlots, VirtualSlots
 from .staging import copy_to_device
 
 
@@ -29,6 +29,10 @@ class KVIndexTranslator:
         pool: The buffers.
         allocator: Who knows which physical slot backs a virtual one.
         req_to_token: The scheduler's table; only its shape is used.
+
+    Attributes:
+        pool: The buffers.
+        num_translations: How often slots were translated; once per iteration is the aim.
 
     Raises:
         ConfigError: Pool and allocator have other sub-pools or other sizes.
@@ -58,6 +62,12 @@ class KVIndexTranslator:
         """Where slots and tables live."""
         return next(iter(self._tables.values())).device
 
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Rows of each table, the scratch row included, and tokens per row."""
+        num_rows, max_context = next(iter(self._tables.values())).shape
+        return num_rows, max_context
+
     def req_to_token(self, pool: str) -> torch.Tensor:
         """Returns a sub-pool's table (int32[requests + 1, max_context]), at a fixed address.
 
@@ -70,9 +80,14 @@ class KVIndexTranslator:
 
     def translate(self, slots: VirtualSlots) -> dict[str, PhysicalSlots]:
         """Returns the slots in every sub-pool, on the device, in one copy."""
+        return self._to_device(self._physical(slots))
+
+    def _physical(self, slots: VirtualSlots) -> dict[str, torch.Tensor]:
         self.num_translations += 1
-        host = {name: self._allocator.translate(slots, pool=name) for name in self.pools}
-        return {name: PhysicalSlots(name, ids) for name, ids in copy_to_device(host, self.device).items()}
+        return {name: self._allocator.translate(slots, pool=name) for name in self.pools}
+
+    def _to_device(self, physical: Mapping[str, torch.Tensor]) -> dict[str, PhysicalSlots]:
+        return {name: PhysicalSlots(name, ids) for name, ids in copy_to_device(physical, self.device).items()}
 
     def own_plan(self, slots: VirtualSlots, *, num_rows: int = 1) -> KVLocPlan:
         """Begins an iteration: translates its slots, and ends the iteration before it.
@@ -84,18 +99,24 @@ class KVIndexTranslator:
 
         Raises:
             BatchError: The slots do not divide into so many rows.
+            PoolError: A sub-pool's slot was released, so its token would be lost in scratch.
         """
         if num_rows < 1 or len(slots) % num_rows:
             raise BatchError(
                 f"out_cache_loc: {len(slots)} slots do not divide into {num_rows} rows of equal length."
             )
+        physical = self._physical(slots)
+        for name, ids in physical.items():
+            if not ids.all():
+                raise PoolError(
+                    f"Sub-pool {name!r}: {int((ids == SCRATCH_SLOT).sum())} of {len(slots)} new tokens have no "
+                    "slot, since it was released. Release only what no later token reads or writes."
+                )
         if self._plan is not None:
             self._plan.close()
-        translated = self.translate(slots)
+        translated = self._to_device(physical)
         shape = (num_rows, len(slots) // num_rows)
-        self._plan = KVLocPlan(
-            self, {name: physical.ids.view(shape) for name, physical in translated.items()}
-        )
+        self._plan = KVLocPlan(self, {name: found.ids.view(shape) for name, found in translated.items()})
         return self._plan
 
     def record(self, rows: torch.Tensor, columns: torch.Tensor, slots: Mapping[str, PhysicalSlots]) -> None:

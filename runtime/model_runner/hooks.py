@@ -39,8 +39,6 @@ class WriteCanary:
         self._pool = pool
         self.counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
-    def __call__(
-        self, layer_id: int, slots: PhysicalSlots, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> None:
+    def __call__(self, layer_id: int, slots: PhysicalSlots, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
         if slots.pool == self._pool:
             self.counts.index_add_(0, slots.ids, torch.ones_like(slots.ids))

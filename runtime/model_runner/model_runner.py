@@ -8,11 +8,13 @@ captured.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
 import torch
 
+from ..attention.choice import attention_backend_class, build_attention_backend, resolve_attention_backend
 from ..attention.paged import PagedAttention
 from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import CaptureHiddenMode
@@ -30,16 +32,21 @@ from ..runners.decode import DecodeRunner
 from ..runners.eager import EagerRunner
 from ..runners.execution import ExecutionLog, Reason, Refusal
 from ..runners.extend import ExtendRunner
-from ..runners.plan import RUNNER_OF_MODE, ExecutionPlan, PlanChange
+from ..runners.plan import RUNNER_OF_MODE, ExecutionPlan
 from ..runners.served_model import ServedModel
 from ..runners.split_prefill import SplitPrefillRunner, SplitProgress
 from .agreement import RankAgreement, SingleRank
-from .attention_names import attention_class
 from .graph_build import GraphBuild, collect_failures, count_graphs
 from .hooks import install_write_hooks
 from .memory import free_bytes, measure_forward_bytes, sub_pool_specs
 from .options import RunnerOptions
-from .runner_factory import StaticTensorMap, capture_sizes, make_decode_runner, make_extend_runner, plan_limits
+from .runner_factory import (
+    StaticTensorMap,
+    capture_sizes,
+    make_decode_runner,
+    make_extend_runner,
+    plan_limits,
+)
 from .stages import Stage, StageTracker
 
 _logger = logging.getLogger(__name__)
@@ -82,19 +89,21 @@ class ModelRunner:
                 "positions. Choose a smaller max_context."
             )
         asked = plan or ExecutionPlan()
+        self._graph_device = graph_device_for(model.device)
         # Names are resolved before anything is built, so that a wrong one costs no memory.
-        self._attention_classes = {
-            name: attention_class(name) for name in (asked.prefill_attention, asked.decode_attention)
-        }
+        prefill, decode = (
+            resolve_attention_backend(name, model.device)
+            for name in (asked.prefill_attention, asked.decode_attention)
+        )
+        asked = dataclasses.replace(asked, prefill_attention=prefill, decode_attention=decode)
         self.plan, self.plan_changes = asked.resolve(
-            self._attention_classes[asked.prefill_attention], self._attention_classes[asked.decode_attention]
+            attention_backend_class(prefill), attention_backend_class(decode)
         )
         self._sizes = capture_sizes(self.plan, self.options)
         self.log = ExecutionLog()
         self.clock = PhaseClock()
         self.graph_build: GraphBuild | None = None
         self._agreement = agreement or SingleRank()
-        self._graph_device = graph_device_for(model.device)
         self._graph_pool = self._graph_device.new_pool()
         self._stages = StageTracker()
         self._deferred: list[Callable[[], None]] = []
@@ -151,12 +160,11 @@ class ModelRunner:
             max_slots=most if options.max_total_tokens is None else min(most, options.max_total_tokens),
         )
         self.pool = KVPool(
-            KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device) for spec in specs
+            KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device)
+            for spec in specs
         )
         self.allocator = KVSlotAllocator.of_pool(self.pool)
-        self.req_to_token = ReqToTokenPool(
-            max_requests=options.max_requests, max_context=options.max_context
-        )
+        self.req_to_token = ReqToTokenPool(max_requests=options.max_requests, max_context=options.max_context)
         self._stages.end(Stage.POOLS)
 
     def install_hooks(self) -> None:
@@ -180,11 +188,10 @@ class ModelRunner:
         layers = self.model.attention_layers
         limits = plan_limits(self.plan, self._sizes, self.options)
         self.attention: dict[str, PagedAttention] = {
-            name: cls(layers, limits=limits) for name, cls in self._attention_classes.items()
+            name: build_attention_backend(name, layers, limits=limits)
+            for name in {self.plan.prefill_attention, self.plan.decode_attention}
         }
-        bind_and_verify_backends(
-            self._translator, self.attention, [layer.layer_index for layer in layers]
-        )
+        bind_and_verify_backends(self._translator, self.attention, [layer.layer_index for layer in layers])
         self._stages.end(Stage.ATTENTION)
 
     def build_graphs(self, on_progress: ProgressCallback | None = None) -> None:
@@ -357,9 +364,7 @@ class ModelRunner:
             return self._extend.run(batch).after(refusals)
         return self._eager.run(batch).after(refusals)
 
-    def _takes(
-        self, name: str, runner: Runner | None, batch: ForwardBatch, refusals: list[Refusal]
-    ) -> bool:
+    def _takes(self, name: str, runner: Runner | None, batch: ForwardBatch, refusals: list[Refusal]) -> bool:
         """Whether a graph runner, here and on every rank, takes a batch; notes why not."""
         refusal: Refusal | None
         if runner is not None:

@@ -23,7 +23,9 @@ class RunnerOptions:
     Attributes:
         max_requests: Requests that run at once; the largest decode batch.
         max_context: Tokens of one request.
-        max_extend_tokens: Tokens of one extend; the largest extend batch.
+        max_extend_tokens: Tokens of one extend that get a graph; the largest capture size.
+        max_eager_tokens: Tokens of one forward at all; over ``max_extend_tokens`` it runs eager. None
+            for a whole request at once.
         max_total_tokens: Tokens in the KV pool; None for what memory allows, and no more than all
             requests can have.
         margin_bytes: Memory to leave free, beside the estimate for graphs.
@@ -44,6 +46,7 @@ class RunnerOptions:
     max_requests: int = 32
     max_context: int = 2048
     max_extend_tokens: int = 512
+    max_eager_tokens: int | None = None
     max_total_tokens: int | None = None
     margin_bytes: int = 1 << 29
     graph_bytes: int | None = None
@@ -57,7 +60,14 @@ class RunnerOptions:
     is_debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_context", "max_extend_tokens", "max_total_tokens", "token_multiple"):
+        for name in (
+            "max_requests",
+            "max_context",
+            "max_extend_tokens",
+            "max_eager_tokens",
+            "max_total_tokens",
+            "token_multiple",
+        ):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
@@ -65,3 +75,9 @@ class RunnerOptions:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value!r}.")
+
+    @property
+    def max_forward_tokens(self) -> int:
+        """Tokens of the largest forward, with a graph or without."""
+        most = max(self.max_extend_tokens, self.max_context)
+        return most if self.max_eager_tokens is None else max(self.max_extend_tokens, self.max_eager_tokens)

@@ -64,10 +64,10 @@ def plan_limits(plan: ExecutionPlan, sizes: CaptureSizes, options: RunnerOptions
     rows = {mode: _rows_per_request(mode, plan.of(mode)) for mode in sizes.requests}
     most_requests = [options.max_requests, sizes.request_slots or 0]
     most_requests += [of_mode[-1] for of_mode in sizes.requests.values()]
-    most_tokens = [padded_num_tokens(options.max_extend_tokens, options.token_multiple)]
+    most_tokens = [padded_num_tokens(options.max_forward_tokens, options.token_multiple)]
     most_tokens += [of_mode[-1] * rows[mode] for mode, of_mode in sizes.requests.items()]
     # Stand-in batches for capture are cut into requests of the longest context.
-    most_requests.append(-(-most_tokens[0] // options.max_context))
+    most_requests.append(-(-max(sizes.tokens, default=1) // options.max_context))
     return PlanLimits(
         max_requests=max(most_requests), max_tokens=max(most_tokens), max_context=options.max_context
     )

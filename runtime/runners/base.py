@@ -117,7 +117,9 @@ class GraphRunner(Runner):
     def backends(self) -> tuple[GraphBackend, ...]:
         """Where its graphs are."""
 
-    def _build_one(self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch, forward: Callable[[], Any]) -> None:
+    def _build_one(
+        self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch, forward: Callable[[], Any]
+    ) -> None:
         """Builds one shape on a padded stand-in batch."""
         attention = self.parts.attention_for(batch)
         backend.plan_for_capture(attention, batch)

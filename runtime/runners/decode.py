@@ -19,7 +19,7 @@ from ..batch.static_buffers import StaticBatchBuffers
 from ..capture.sizes import padded_size
 from ..errors import ConfigError
 from ..graph_backends.base import GraphBackend, GraphKey
-from .base import GraphRunner, ProgressCallback, RunnerParts, ModelRunnerOutput
+from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts
 from .execution import Reason, Refusal
 from .logits import logits_of_rows
 
@@ -63,7 +63,9 @@ class DecodeRunner(GraphRunner):
         super().__init__(parts)
         self._families = {family.mode: family for family in families}
         if not families or len(self._families) != len(families):
-            raise ConfigError(f"The decode runner needs families, one per mode; got {[f.mode.value for f in families]}.")
+            raise ConfigError(
+                f"The decode runner needs families, one per mode; got {[f.mode.value for f in families]}."
+            )
         for mode in self._families:
             if not mode.is_cuda_graph() or mode.is_idle():
                 raise ConfigError(f"The decode runner cannot serve {mode.value}.")
@@ -80,9 +82,7 @@ class DecodeRunner(GraphRunner):
         return tuple(family.backend for family in self._families.values())
 
     def build(self, on_progress: ProgressCallback | None = None) -> None:
-        shapes = [
-            (family, size) for family in self._families.values() for size in reversed(family.sizes)
-        ]
+        shapes = [(family, size) for family in self._families.values() for size in reversed(family.sizes)]
         shapes.sort(key=lambda shape: -shape[0].key(shape[1]).num_tokens)
         for index, (family, size) in enumerate(shapes):
             if on_progress is not None:
@@ -117,7 +117,8 @@ class DecodeRunner(GraphRunner):
         size = padded_size(batch.batch_size, family.sizes)
         if size is None:
             return self._refuse(
-                Reason.SIZE_OVER_LARGEST, f"{batch.batch_size} requests, the largest size is {family.sizes[-1]}"
+                Reason.SIZE_OVER_LARGEST,
+                f"{batch.batch_size} requests, the largest size is {family.sizes[-1]}",
             )
         if not mode.is_idle() and not self.parts.policy.allows(batch.batch_size, size):
             return self._refuse(Reason.PADDING_TOO_LARGE, f"{batch.batch_size} requests to {size}")

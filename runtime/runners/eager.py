@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..batch.forward_batch import ForwardBatch
 from ..batch.padding import pad_batch, padded_batch_size, padded_num_tokens
-from .base import Runner, ModelRunnerOutput, run_eager
+from .base import ModelRunnerOutput, Runner, run_eager
 from .execution import Refusal
 
 
@@ -20,7 +20,9 @@ class EagerRunner(Runner):
         if batch.forward_mode.is_prebuilt():
             return ModelRunnerOutput(execution=self._execution(batch, "eager"), logits=None)
         padded = self._to_multiple(batch)
-        return ModelRunnerOutput(execution=self._execution(padded, "eager"), logits=run_eager(self.parts, padded))
+        return ModelRunnerOutput(
+            execution=self._execution(padded, "eager"), logits=run_eager(self.parts, padded)
+        )
 
     def _to_multiple(self, batch: ForwardBatch) -> ForwardBatch:
         multiple = self.parts.token_multiple

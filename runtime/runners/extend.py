@@ -8,6 +8,7 @@ zero. EXTEND and MIXED share graphs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -20,7 +21,7 @@ from ..batch.static_buffers import StaticBatchBuffers
 from ..capture.sizes import padded_size
 from ..errors import ConfigError
 from ..graph_backends.base import GraphBackend, GraphKey
-from .base import GraphRunner, ProgressCallback, RunnerParts, ModelRunnerOutput, forward_logits
+from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts, forward_logits
 from .execution import Reason, Refusal
 
 GRAPH_MODE = ForwardMode.EXTEND
@@ -59,7 +60,9 @@ class ExtendRunner(GraphRunner):
         super().__init__(parts)
         strange = modes - EXTEND_MODES
         if strange or not modes:
-            raise ConfigError(f"The extend runner serves EXTEND and MIXED, not {sorted(mode.value for mode in strange)}.")
+            raise ConfigError(
+                f"The extend runner serves EXTEND and MIXED, not {sorted(mode.value for mode in strange)}."
+            )
         least = -(-sizes[-1] // parts.max_context)
         if request_slots is not None and request_slots < least:
             raise ConfigError(
@@ -89,7 +92,7 @@ class ExtendRunner(GraphRunner):
                 GRAPH_MODE, self.parts.batch_runner, num_tokens=size, max_context=self.parts.max_context
             )
             batch = self._pad(dummy, size)
-            self._build_one(self._backend, self._key(size), batch, lambda batch=batch: self._hidden(batch))
+            self._build_one(self._backend, self._key(size), batch, functools.partial(self._hidden, batch))
         if on_progress is not None:
             on_progress("extend graphs", len(self._sizes), len(self._sizes))
 

@@ -53,7 +53,9 @@ def logits_of_rows(batch: ForwardBatch, hidden_TE: torch.Tensor, logits_NV: torc
     """
     real = batch.real
     return ForwardLogits(
-        logits=_cut_rows(batch, logits_NV), rows=None, hidden=_asked_hidden(real, hidden_TE[: real.num_tokens])
+        logits=_cut_rows(batch, logits_NV),
+        rows=None,
+        hidden=_asked_hidden(real, hidden_TE[: real.num_tokens]),
     )
 
 

@@ -138,7 +138,8 @@ class ExecutionPlan:
     Attributes:
         modes: Strategies of modes; a mode that is left out has its default.
         prefill_attention: Name of the attention backend of modes with several new tokens.
-        decode_attention: That of DECODE and IDLE.
+        decode_attention: That of DECODE and IDLE; as the other, ``auto`` or a name of
+            `runtime.attention.choice`.
         padding: The bound on padding.
 
     Raises:
@@ -146,8 +147,8 @@ class ExecutionPlan:
     """
 
     modes: Mapping[ForwardMode, ModeStrategy] = field(default_factory=dict)
-    prefill_attention: str = "torch"
-    decode_attention: str = "torch"
+    prefill_attention: str = "auto"
+    decode_attention: str = "auto"
     padding: PaddingPolicy = field(default_factory=PaddingPolicy)
 
     def __post_init__(self) -> None:

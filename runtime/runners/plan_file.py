@@ -73,8 +73,8 @@ def plan_from_settings(settings: Mapping[str, Any]) -> ExecutionPlan:
     }
     return ExecutionPlan(
         modes=modes,
-        prefill_attention=attention.get("prefill", "torch"),
-        decode_attention=attention.get("decode", "torch"),
+        prefill_attention=attention.get("prefill", "auto"),
+        decode_attention=attention.get("decode", "auto"),
         padding=PaddingPolicy(**padding),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..batch.forward_batch import ForwardBatch
 from ..context import use_forward_context
 from ..errors import BatchError
-from .base import Runner, ModelRunnerOutput, context_of, forward_logits
+from .base import ModelRunnerOutput, Runner, context_of, forward_logits
 from .execution import Reason, Refusal
 
 
@@ -63,7 +63,9 @@ class SplitPrefillRunner(Runner):
         first = 0 if progress is None else progress.next_layer
         end = model.num_layers if num_layers is None else min(first + num_layers, model.num_layers)
         if end <= first:
-            raise BatchError(f"num_layers: {num_layers} layers from layer {first} of {model.num_layers} are none.")
+            raise BatchError(
+                f"num_layers: {num_layers} layers from layer {first} of {model.num_layers} are none."
+            )
         attention = self.parts.attention_for(batch)
         attention.plan(batch)
         execution = self._execution(batch, "eager")

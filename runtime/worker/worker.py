@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,7 +43,7 @@ class WorkerOptions:
     has_overlap: bool = False
     has_speculation: bool = False
     delays_sampling: bool = False
-    pipeline: PipelinePlace = PipelinePlace()
+    pipeline: PipelinePlace = field(default_factory=PipelinePlace)
 
 
 class TpModelWorker:
@@ -172,9 +172,7 @@ class TpModelWorker:
             hidden=hidden,
         )
 
-    def _is_delayed(
-        self, is_prefill_only: bool, grammars: Sequence[TokenGrammar | None] | None
-    ) -> bool:
+    def _is_delayed(self, is_prefill_only: bool, grammars: Sequence[TokenGrammar | None] | None) -> bool:
         has_grammars = grammars is not None and any(grammar is not None for grammar in grammars)
         options = self.options
         return (
@@ -194,7 +192,9 @@ def _sample(
     """Samples a batch; or, where nobody wants tokens, gives one stand-in for each sequence."""
     next_logits = logits.next_token_logits
     if is_prefill_only:
-        tokens = torch.full((batch.batch_size,), PREFILL_ONLY_TOKEN, dtype=torch.int64, device=batch.seq_lens.device)
+        tokens = torch.full(
+            (batch.batch_size,), PREFILL_ONLY_TOKEN, dtype=torch.int64, device=batch.seq_lens.device
+        )
     elif next_logits.shape[0] != batch.batch_size:
         # Diffusion blocks and draft extends give several rows a request; each is its own choice.
         tokens = next_logits.argmax(-1)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from sgl_piecewise.models.tokenizer import Tokenizer
 from sgl_piecewise.runtime.batch.request import Req
+from sgl_piecewise.runtime.batch.scheduling import release_out_of_window
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.interrupts import HeldInterrupts
-from sgl_piecewise.runtime.kv.slots import FULL_POOL
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.sampler.sampler import INVALID_TOKEN, invalid_logits
 from sgl_piecewise.runtime.worker.worker import TpModelWorker, WorkerOptions
@@ -70,11 +70,6 @@ class OfflineEngine:
         self._worker = TpModelWorker(runner, WorkerOptions())
         self._num_requests = 0
         self._names: set[str] = set()
-        self._windows = {
-            name: sub_pool.spec.window
-            for name, sub_pool in runner.pool.sub_pools.items()
-            if name != FULL_POOL and sub_pool.spec.window is not None
-        }
 
     def add(self, request: GenerationRequest) -> str:
         """Takes a request; it waits until there is room.
@@ -122,6 +117,7 @@ class OfflineEngine:
             if decided is None:
                 return []
             batch, members = decided
+            runner = self.runner
             num_new = batch.extend_lens or [1] * len(members)
             result = self._worker.forward_batch_generation(batch)
             sampled = result.tokens()
@@ -130,7 +126,7 @@ class OfflineEngine:
             events = []
             for one, new, token_id in zip(members, num_new, token_ids, strict=True):
                 one.req.num_computed_tokens += new
-                self._give_back_left_window(one)
+                release_out_of_window(one.req, runner.pool, runner.allocator, runner.req_to_token)
                 if one.num_missing_tokens == 0:
                     events.append(self._advance(one, token_id))
             return events
@@ -232,18 +228,6 @@ class OfflineEngine:
             text=text,
             finish_reason=reason,
         )
-
-    def _give_back_left_window(self, one: RunningRequest) -> None:
-        """Gives back sliding-window slots of tokens that no later token sees."""
-        row = one.req.req_pool_index
-        if not self._windows or row is None:
-            return
-        end = one.req.num_computed_tokens - max(self._windows.values())
-        if end > one.num_out_of_window:
-            slots = self.runner.req_to_token.slots(row, one.num_out_of_window, end)
-            for pool in self._windows:
-                self.runner.allocator.release(slots, pool=pool)
-            one.num_out_of_window = end
 
     def _check_length(self, name: str, request: GenerationRequest) -> None:
         asked = len(request.prompt_ids) + request.max_new_tokens

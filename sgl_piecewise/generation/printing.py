@@ -8,7 +8,7 @@ from rich.text import Text
 from sgl_piecewise.runtime.records import PhaseClock
 
 from .engine import OfflineEngine
-from .requests import TokenEvent
+from .requests import FinishReason, TokenEvent
 
 
 class TokenPrinter:
@@ -46,18 +46,27 @@ class TokenPrinter:
             return
         if self._is_single:
             self._console.print()
-            return
-        title = Text.assemble((f"{event.request_id}", "bold"), f" ({event.finish_reason.value}): ")
-        self._console.print(title + Text("".join(self._pending.pop(event.request_id))), soft_wrap=True)
+        else:
+            self._print_whole(event.request_id, event.finish_reason)
+
+    def close(self) -> None:
+        """Prints what came of prompts that did not end."""
+        for name in list(self._pending):
+            self._print_whole(name, FinishReason.INTERRUPTED)
+
+    def _print_whole(self, name: str, reason: FinishReason) -> None:
+        title = Text.assemble((name, "bold"), f" ({reason.value}): ")
+        self._console.print(title + Text("".join(self._pending.pop(name))), soft_wrap=True)
 
 
 def closing_line(engine: OfflineEngine, num_tokens: int, clock: PhaseClock) -> str:
     """Returns what ran in one line: tokens, time, forwards by mode and runner, fallbacks."""
     generate_s = clock.phases_s.get("generate", 0.0)
     rate = f"{num_tokens / generate_s:,.1f} tokens/s" if generate_s else "no time"
-    device = "emulated: times say nothing about a GPU" if engine.runner.is_emulated else str(engine.runner.device)
+    device = (
+        "emulated: times say nothing about a GPU" if engine.runner.is_emulated else str(engine.runner.device)
+    )
     retractions = engine.scheduler.num_retractions
     waited = f"; {retractions} retracted for want of slots" if retractions else ""
-    return (
-        f"{num_tokens} tokens in {generate_s:.2f} s ({rate}, {device}). Forwards: {engine.runner.log.summary()}{waited}."
-    )
+    forwards = engine.runner.log.summary()
+    return f"{num_tokens} tokens in {generate_s:.2f} s ({rate}, {device}). Forwards: {forwards}{waited}."

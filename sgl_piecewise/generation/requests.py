@@ -106,13 +106,11 @@ class RunningRequest:
         req: What the execution layer sees.
         request: What was asked.
         text: Makes text of new tokens, and finds what ends it.
-        num_out_of_window: Its first tokens, whose slots in sliding-window pools are given back.
     """
 
     req: Req
     request: GenerationRequest
     text: TextStream
-    num_out_of_window: int = 0
 
     @property
     def num_new_tokens(self) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
-from sgl_piecewise.runtime.batch.schedule_batch import ScheduleBatch, can_schedule, release, schedule
+from sgl_piecewise.runtime.batch.schedule_batch import ScheduleBatch
+from sgl_piecewise.runtime.batch.scheduling import can_schedule, release, schedule
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator
 from sgl_piecewise.runtime.kv.req_to_token import ReqToTokenPool
@@ -65,9 +66,7 @@ class Scheduler:
         num_retractions: How often a request gave its slots back before its end.
     """
 
-    def __init__(
-        self, options: SchedulerOptions, allocator: KVSlotAllocator, table: ReqToTokenPool
-    ) -> None:
+    def __init__(self, options: SchedulerOptions, allocator: KVSlotAllocator, table: ReqToTokenPool) -> None:
         self.options = options
         self.waiting: collections.deque[RunningRequest] = collections.deque()
         self.running: list[RunningRequest] = []
@@ -125,7 +124,7 @@ class Scheduler:
 
     def _that_fit(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
         """Returns the requests that decode now; others were retracted until these have slots."""
-        while decoding and not self._can(((one, 1) for one in decoding)):
+        while decoding and not self._can((one, 1) for one in decoding):
             if len(self.running) == 1:
                 break  # Nobody else to take from; its slots were checked when it came.
             self._retract(self.running[-1])
@@ -135,7 +134,6 @@ class Scheduler:
     def _retract(self, one: RunningRequest) -> None:
         """Makes a running request wait, first in line; its tokens are kept and computed again."""
         self.end(one)
-        one.num_out_of_window = 0
         self.waiting.appendleft(one)
         self.num_retractions += 1
 
@@ -182,7 +180,9 @@ class Scheduler:
                 return self._schedule(ForwardMode.EXTEND, chunks)
         return None
 
-    def _can(self, chosen: Iterator[tuple[RunningRequest, int]] | tuple[tuple[RunningRequest, int], ...]) -> bool:
+    def _can(
+        self, chosen: Iterator[tuple[RunningRequest, int]] | tuple[tuple[RunningRequest, int], ...]
+    ) -> bool:
         members = list(chosen)
         return can_schedule(
             [one.req for one, _ in members],

@@ -50,24 +50,14 @@ class EngineSetup:
     may_download: bool = True
 
 
-def build_engine(
-    setup: EngineSetup, on_progress: ProgressCallback | None = None
-) -> tuple[OfflineEngine, LoadedModel]:
-    """Loads the model and builds pools, attention and graphs.
-
-    Args:
-        setup: What to make.
-        on_progress: Called with (phase, done, total).
-
-    Returns:
-        The engine, and the model with its tokenizer.
+def load_for(setup: EngineSetup) -> LoadedModel:
+    """Loads the model of a setup.
 
     Raises:
-        ConfigError: A limit is over the model's, or the plan cannot be met.
+        ConfigError: No model has this name.
         CheckpointError: The model cannot be loaded.
-        PoolError: Memory does not suffice.
     """
-    loaded = load_model(
+    return load_model(
         setup.model,
         device=setup.device,
         dtype=setup.dtype,
@@ -75,10 +65,26 @@ def build_engine(
         num_layers=setup.num_layers,
         download=setup.may_download,
     )
+
+
+def build_engine(
+    setup: EngineSetup, loaded: LoadedModel, on_progress: ProgressCallback | None = None
+) -> OfflineEngine:
+    """Builds pools, attention and graphs for a loaded model.
+
+    Args:
+        setup: What to make.
+        loaded: From `load_for`.
+        on_progress: Called with (phase, done, total).
+
+    Raises:
+        ConfigError: A limit is over the model's, or the plan cannot be met.
+        PoolError: Memory does not suffice.
+    """
     runner = ModelRunner.ready(
         loaded.model, plan=setup.plan, options=setup.runner, on_progress=on_progress
     )
-    return OfflineEngine(runner, tokenizer=loaded.tokenizer, options=setup.engine), loaded
+    return OfflineEngine(runner, tokenizer=loaded.tokenizer, options=setup.engine)
 
 
 def plan_of(
@@ -121,10 +127,8 @@ def requests_of(
         stop_texts: For all.
 
     Raises:
-        ConfigError: No prompt; a text without a tokenizer; ids that are no numbers.
+        ConfigError: A text without a tokenizer; ids that are no numbers.
     """
-    if not prompts and not prompt_ids:
-        raise ConfigError("There is no prompt. Give one with --prompt TEXT, or with --prompt-ids 1,2,3.")
     tokenizer = loaded.tokenizer
     if prompts and tokenizer is None:
         raise ConfigError(
@@ -149,4 +153,6 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError as err:
-        raise ConfigError(f"--prompt-ids takes whole numbers with commas between them, got {text!r}.") from err
+        raise ConfigError(
+            f"--prompt-ids takes whole numbers with commas between them, got {text!r}."
+        ) from err

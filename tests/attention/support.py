@@ -17,6 +17,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
 from sgl_piecewise.runtime.batch.positions import StartLocEncoding
 from sgl_piecewise.runtime.batch.sampling import BatchSampling
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 from sgl_piecewise.runtime.kv.pool import KVPool, KVSubPool, SubPoolSpec
 from sgl_piecewise.runtime.kv.slots import FULL_POOL, PhysicalSlots
 from sgl_piecewise.runtime.kv.translator import KVIndexTranslator
@@ -108,7 +109,9 @@ class World:
             num_slots=NUM_SLOTS,
             device=device,
         )
-        self.pool = KVPool([sub_pool])
+        self.pool = KVPool(
+            [sub_pool], kernels=kernel_set("torch" if backend == "torch" else "triton", device)
+        )
         for buffer in sub_pool.buffers(layer.layer_index):
             buffer.fill_(torch.nan)
         # Whatever stands behind a context's end is a real slot, of somebody else.
@@ -219,7 +222,7 @@ class World:
             begin += one.new
             keys = torch.cat([self.keys[one.row].double().cpu(), k])
             values = torch.cat([self.values[one.row].double().cpu(), v])
-            rows.append(_attention(q, keys, values, one.prefix, self.layer, is_causal))
+            rows.append(dense_attention(q, keys, values, one.prefix, self.layer, is_causal=is_causal))
         return torch.cat(rows)
 
     def run(
@@ -229,9 +232,16 @@ class World:
         return self.backend.run(*tokens, self.layer)
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, layer: AttentionSpec, is_causal: bool
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    prefix: int,
+    layer: AttentionSpec,
+    *,
+    is_causal: bool = True,
 ) -> torch.Tensor:
+    """Attention of one request's new tokens to all of its keys, in the dtype given."""
     group = layer.num_heads // layer.num_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale

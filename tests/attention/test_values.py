@@ -11,7 +11,9 @@ import torch
 
 from sgl_piecewise.runtime.attention.base import AttentionSpec
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
+from sgl_piecewise.runtime.errors import ConfigError
 
+from .conftest import needs_triton
 from .support import TOLERANCE, Request, World, spec
 
 EXTEND = [Request(3, 0, 75), Request(1, 40, 1), Request(5, 7, 33)]
@@ -117,3 +119,23 @@ def test_new_tokens_are_in_the_pool_afterwards(backend_name: str, device: torch.
     slots = batch.out_cache_loc
     assert torch.equal(world.pool.k_buffer(0)[slots], tokens[1])
     assert torch.equal(world.pool.v_buffer(0)[slots], tokens[2])
+
+
+@needs_triton
+def test_triton_refuses_what_it_would_misread() -> None:
+    from sgl_piecewise.runtime.attention.triton_calls import check_supported, num_splits_for
+
+    world = World(spec(), backend="triton", device=torch.device("cpu"))
+    batch = world.batch(ForwardMode.DECODE, DECODE)
+    q, k, v = world.new_tokens(batch, 3)
+    world.backend.plan(batch)
+    with pytest.raises(ConfigError, match="needs one dtype"):
+        world.backend.run(q.double(), k, v, world.layer)
+    with pytest.raises(ConfigError, match="heads that are contiguous"):
+        world.backend.run(q.mT.contiguous().mT, k, v, world.layer)
+    with pytest.raises(ConfigError, match="head sizes 16 to 256"):
+        check_supported(spec(head_dim=8), torch.float32)
+    with pytest.raises(ConfigError, match="float64"):
+        check_supported(spec(), torch.float64)
+    assert [num_splits_for(batch, 8, 8192) for batch in (1, 8, 32, 64)] == [32, 16, 4, 2]
+    assert num_splits_for(1, 8, 64) == 1, "no part is under 64 positions"
