@@ -49,9 +49,7 @@ def in_tiers(*first: tuple[str, str]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("family", "plan"),
-    in_tiers(
-        *((family, "eager") for family in FAMILIES), ("qwen3_moe", "graphs"), ("gemma3", "graphs")
-    ),
+    in_tiers(*((family, "eager") for family in FAMILIES), ("qwen3_moe", "graphs"), ("gemma3", "graphs")),
 )
 def test_logits_of_prefill_and_decode_equal_transformers(family: str, plan: str, tmp_path: Path) -> None:
     num_forced = 3 if plan == "eager" else 1

@@ -81,9 +81,7 @@ def build_engine(
         ConfigError: A limit is over the model's, or the plan cannot be met.
         PoolError: Memory does not suffice.
     """
-    runner = ModelRunner.ready(
-        loaded.model, plan=setup.plan, options=setup.runner, on_progress=on_progress
-    )
+    runner = ModelRunner.ready(loaded.model, plan=setup.plan, options=setup.runner, on_progress=on_progress)
     return OfflineEngine(runner, tokenizer=loaded.tokenizer, options=setup.engine)
 
 
