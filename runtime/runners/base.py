@@ -17,7 +17,7 @@ import torch
 
 from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import BatchRunner, ForwardBatch
-from ..batch.real_tokens import TokenLayout
+from ..batch.real_tokens import RealTokens, TokenLayout
 from ..context import ForwardContext, use_forward_context
 from ..graph_backends.base import GraphBackend, GraphKey
 from .execution import Execution, Extent, Reason, Refusal
@@ -135,7 +135,8 @@ class GraphRunner(Runner):
 
 def context_of(batch: ForwardBatch, attention: AttentionBackend) -> ForwardContext:
     """Returns the context in which a model runs a batch."""
-    return ForwardContext(attention=attention)
+    real_tokens = RealTokens(num_real_tokens=batch.padding.num_real_tokens)
+    return ForwardContext(attention=attention, real_tokens=real_tokens)
 
 
 def run_eager(parts: RunnerParts, batch: ForwardBatch) -> ForwardLogits:

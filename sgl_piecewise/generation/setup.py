@@ -22,7 +22,6 @@ from sgl_piecewise.runtime.runners.plan_file import read_plan, with_strategies
 from .compiling import CompiledModel
 from .engine import EngineOptions, OfflineEngine
 from .requests import GenerationRequest
-from .served_decoder import ServedDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ def build_engine(
         PoolError: Memory does not suffice.
     """
     runner = ModelRunner.ready(
-        ServedDecoder(loaded.model),
+        loaded.model,
         plan=setup.plan,
         options=setup.runner,
         compiler=CompiledModel,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.generation.served_decoder import ServedDecoder
+from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.shapes import named_shape
 from sgl_piecewise.models.weights.random import random_decoder
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
@@ -27,7 +27,7 @@ ROWS = 4
 OPTIONS = RunnerOptions(max_requests=4, max_context=48, max_extend_tokens=16)
 
 
-def tiny_model(device: torch.device | str = "cpu", *, num_layers: int = 2) -> ServedDecoder:
+def tiny_model(device: torch.device | str = "cpu", *, num_layers: int = 2) -> Decoder:
     config = dataclasses.replace(
         named_shape("tiny"),
         hidden_size=32,
@@ -36,7 +36,7 @@ def tiny_model(device: torch.device | str = "cpu", *, num_layers: int = 2) -> Se
         vocab_size=64,
         num_layers=num_layers,
     )
-    return ServedDecoder(random_decoder(config, device=device, dtype=torch.float32, seed=1))
+    return random_decoder(config, device=device, dtype=torch.float32, seed=1)
 
 
 def plan(decode: str, extend: str, *, has_verify: bool = True, **modes: ModeStrategy) -> ExecutionPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_piecewise.generation.served_decoder import ServedDecoder
+from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.real_tokens import TokenLayout
 from sgl_piecewise.runtime.batch.scheduling import release
@@ -66,7 +66,7 @@ def test_padding_over_the_policy_runs_eager() -> None:
     assert reason_of(runner) is None
 
 
-class Unsyncable(ServedDecoder):
+class Unsyncable(Decoder):
     """Waits for the device at one number of tokens, which no graph can hold."""
 
     def hidden_states(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,10 @@ class Unsyncable(ServedDecoder):
 
 
 def test_a_capture_that_fails_makes_that_size_fall_back_with_its_reason() -> None:
-    runner = ModelRunner.ready(
-        Unsyncable(tiny_model().decoder), plan=plan("full", "none", has_verify=False), options=OPTIONS
-    )
+    plain = tiny_model()
+    model = Unsyncable(plain.config, device="cpu", dtype=torch.float32)
+    model.load_state_dict(plain.state_dict())
+    runner = ModelRunner.ready(model, plan=plan("full", "none", has_verify=False), options=OPTIONS)
     assert runner.graph_build is not None
     assert list(runner.graph_build.failures) == ["decode 2 requests 2 tokens"]
     reqs = [prompt("a", 5), prompt("b", 3), prompt("c", 3)]

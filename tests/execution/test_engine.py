@@ -146,7 +146,7 @@ def test_a_request_that_cannot_be_met_is_refused_and_takes_nothing_with_it(
 
 def test_nan_logits_end_one_request_by_name_and_no_other(expected: list[tuple[int, ...]]) -> None:
     model = tiny_model()
-    model.decoder.embed_tokens.weight[63] = torch.nan
+    model.embed_tokens.weight[63] = torch.nan
     runner = ModelRunner.ready(model, plan=plan("full", "breakable", has_verify=False), options=OPTIONS)
     one = OfflineEngine(runner, options=EngineOptions(chunk_tokens=7))
     bad = GenerationRequest(prompt_ids=[5, 63, 7], max_new_tokens=6, request_id="bad")
