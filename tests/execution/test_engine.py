@@ -18,7 +18,7 @@ from sgl_piecewise.runtime.errors import BatchError, ConfigError
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 
-from .support import OPTIONS, make_runner, plan, tiny_model
+from .support import OPTIONS, ctrl_c_raises, make_runner, plan, tiny_model
 
 LENGTHS = (5, 33, 17, 1, 20)
 
@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_pools_consistent(at_event: int) -> None:
         if len(seen) == at_event:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         one.generate(requests(), on_event=interrupt)
     assert_nothing_is_held(one)
     assert len(one.generate(requests())) == len(LENGTHS)
@@ -185,7 +185,7 @@ def test_ctrl_c_inside_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(one.runner, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         one.step()
     monkeypatch.undo()
     running = one.scheduler.running[0]
