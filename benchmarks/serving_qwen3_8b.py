@@ -115,7 +115,7 @@ def measure_floors(device: torch.device) -> dict[str, float]:
 
 
 def weights_read(model: torch.nn.Module, embedding: torch.nn.Parameter) -> tuple[int, int]:
-    """Returns bytes and number of all weights that a token reads: not the input embedding, unless it is the output's."""
+    """Returns bytes and number of the weights that a token reads: of the input embedding only what is the output's."""
     output = model.lm_head.weight
     read = [one for one in model.parameters() if one is not embedding or one is output]
     return sum(one.nbytes for one in read), sum(one.numel() for one in read)
@@ -126,7 +126,9 @@ def prompt_of(length: int, name: str, vocab_size: int) -> Req:
     return Req.of_prompt(name, torch.randint(0, vocab_size, (length,), generator=generator).tolist())
 
 
-def forward_batch(runner: ModelRunner, mode: ForwardMode, reqs: list[Req], num_new: list[int]) -> ForwardBatch:
+def forward_batch(
+    runner: ModelRunner, mode: ForwardMode, reqs: list[Req], num_new: list[int]
+) -> ForwardBatch:
     return ForwardBatch.init_new(schedule(mode, reqs, num_new, runner.allocator, runner.req_to_token), runner)
 
 
@@ -294,7 +296,9 @@ def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> dict[st
         for index in range(batch_size):
             ids = prompt_of(8, f"engine {index}", vocab_size).token_ids
             engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_new))
-        while any(one.num_missing_tokens > 1 for one in (*engine.scheduler.waiting, *engine.scheduler.running)):
+        while any(
+            one.num_missing_tokens > 1 for one in (*engine.scheduler.waiting, *engine.scheduler.running)
+        ):
             engine.step()
         engine.step()
         clock, decode_before, num_steps = PhaseClock(), runner.clock.phases_s.get("decode", 0.0), 0
@@ -310,7 +314,9 @@ def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> dict[st
     return found
 
 
-def make_runners(arguments: argparse.Namespace, setting: Setting) -> tuple[dict[str, ModelRunner], dict[str, Any]]:
+def make_runners(
+    arguments: argparse.Namespace, setting: Setting
+) -> tuple[dict[str, ModelRunner], dict[str, Any]]:
     arms = dict(ARMS)
     if arguments.compile != "none":
         for name in ("breakable", "full"):
@@ -360,7 +366,9 @@ def main() -> int:
     parser.add_argument("--batches", type=sizes_of, default=(1, 8, 32), help="requests of decode")
     parser.add_argument("--prompts", type=sizes_of, default=(64, 128, 256, 512, 1024, 2048, 4096))
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--compile", default="none", help="adds compiled arms: fx, inductor, a Dynamo backend")
+    parser.add_argument(
+        "--compile", default="none", help="adds compiled arms: fx, inductor, a Dynamo backend"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
@@ -396,7 +404,11 @@ def main() -> int:
         "engine": measure_engine(runners, setting),
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({key: report[key] for key in ("floors", "builds", "decode", "prefill", "engine")}, indent=1))
+    print(
+        json.dumps(
+            {key: report[key] for key in ("floors", "builds", "decode", "prefill", "engine")}, indent=1
+        )
+    )
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from sgl_piecewise.generation.engine import EngineOptions, OfflineEngine
 from sgl_piecewise.generation.requests import FinishReason, GenerationRequest, TokenEvent
 from sgl_piecewise.generation.text import TextStream
+from sgl_piecewise.models.shapes import named_shape
 from sgl_piecewise.models.tokenizer import Tokenizer
+from sgl_piecewise.models.weights.random import random_decoder
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
 from sgl_piecewise.runtime.errors import BatchError, ConfigError
@@ -245,3 +248,18 @@ def test_what_looked_like_the_beginning_of_a_stop_text_comes_at_the_end() -> Non
     stream = text_stream("cd")
     assert stream.push(2) == ""
     assert stream.flush() == "c"
+
+
+@pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-moe"])
+def test_hybrid_and_expert_models_give_the_same_tokens_and_their_window_slots_come_back(shape: str) -> None:
+    """With a window smaller than the prompts, slots of the window pool are used several times over."""
+    model = random_decoder(named_shape(shape), device="cpu", dtype=torch.float32, seed=1)
+    options = dataclasses.replace(OPTIONS, window_fraction=1.0)
+    found = []
+    for asked in (plan("eager", "eager", has_verify=False), plan("none", "none", has_verify=False)):
+        one = OfflineEngine(
+            ModelRunner.ready(model, plan=asked, options=options), options=EngineOptions(chunk_tokens=7)
+        )
+        found.append([output.token_ids for output in one.generate(requests())])
+        assert_nothing_is_held(one)
+    assert found[0] == found[1]
