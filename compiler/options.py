@@ -20,10 +20,13 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
+            writes nothing.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    dump_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -43,6 +46,11 @@ class CompileOptions:
             raise ConfigError(
                 "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "
                 "capture the compiled forward."
+            )
+
+        if self.dump_folder is not None and not isinstance(self.dump_folder, str):
+            raise ConfigError(
+                f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}."
             )
 
     def key_text(self) -> str:
