@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private_compiling
+from sgl_piecewise.passes.run_on_fakes import run_on_fakes
+from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
 from sgl_piecewise.runtime.capture.emulated.opaque import record_opaque
 
 Backend = Callable[..., Callable[..., Any]]
@@ -51,19 +54,70 @@ def compile_with_openvino(
         piece: What to compile; OpenVINO gets copies.
         example_inputs: Fake inputs.
     """
-    plan = torch_private_compiling.fake_run(piece, example_inputs)
-    tensors = [value for value in [*example_inputs, *plan.outputs] if isinstance(value, torch.Tensor)]
-    tensors += plan.intermediates
-    others = sorted({str(one.dtype) for one in tensors if one.dtype not in _DTYPES})
-    if others:
-        return _as_fx(piece, f"it does not know {', '.join(others)}")
+    profile = _Profile()
+    results = run_on_fakes(piece, example_inputs, profile.note)
+    tensors = [value for value in [*example_inputs, *results] if isinstance(value, torch.Tensor)]
+    dtypes = profile.dtypes | {one.dtype for one in tensors}
+    unknown = sorted(str(one) for one in dtypes.difference(_DTYPES))
+    if unknown:
+        return _as_fx(piece, f"it does not know {', '.join(unknown)}")
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return _as_fx(piece, "it runs on the CPU only")
-    if plan.written:
+    if profile.written & {torch_private.storage_key(one) for one in tensors[: len(example_inputs)]}:
         return _as_fx(piece, "it changes no input, and the piece writes one")
-    if plan.draws_random:
+    if profile.draws_random:
         return _as_fx(piece, "it does not follow PyTorch's random numbers")
+    if any(not isinstance(one, torch.Tensor) for one in results):
+        return _as_fx(piece, "it returns tensors only")
     return _PieceByShape(backend, piece)
+
+
+class _Profile:
+    """What the operators of a piece do that OpenVINO may not."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+        self.written: set[int] = set()
+        self.draws_random = False
+
+    def note(
+        self, node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        self.dtypes.update(one.dtype for one in tree.flatten(result)[0] if isinstance(one, torch.Tensor))
+        if isinstance(func, torch._ops.OpOverload):
+            self.written.update(map(torch_private.storage_key, torch_private.written_arguments(func, args, kwargs)))
+            self.draws_random |= torch.Tag.nondeterministic_seeded in func.tags
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """How one output lies in memory.
+
+    Attributes:
+        argument: The argument that it is a view of, or None where it is fresh.
+        group: Which fresh storage it lies in.
+        shape: Its sizes.
+        stride: Its strides.
+        offset: Its first element, counted from the argument's first, or in the fresh storage.
+        dtype: Its dtype.
+    """
+
+    argument: int | None
+    group: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def of_argument(self, argument: torch.Tensor) -> torch.Tensor:
+        """Returns the view of an argument, or the argument where it is that."""
+        if self.offset == 0 and argument.shape == self.shape and argument.stride() == self.stride:
+            return argument
+        return argument.as_strided(self.shape, self.stride, argument.storage_offset() + self.offset)
+
+    def fresh(self, storage: torch.Tensor) -> torch.Tensor:
+        """Returns its place in new memory (uint8[bytes])."""
+        return storage.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 def _as_fx(piece: GraphModule, reason: str) -> Callable[..., Any]:
@@ -81,10 +135,7 @@ class _PieceByShape:
 
     def __call__(self, *args: Any) -> Any:
         key = tuple(
-            (tuple(value.shape), value.stride(), value.storage_offset())
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in args
+            (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value for value in args
         )
         known = self._compiled.get(key)
         if known is None:
@@ -92,16 +143,55 @@ class _PieceByShape:
         return record_opaque(lambda inputs: known(*inputs), list(args), name="OpenVINO graph", mutated=())
 
     def _compile(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        results = torch_private_compiling.fake_run(self._piece, args).results
-        if any(0 in value.shape for value in args if isinstance(value, torch.Tensor)):
+        if any(value.numel() == 0 for value in args if isinstance(value, torch.Tensor)):
             return self._piece.forward  # Nothing to compute, and OpenVINO refuses it.
+        plan, num_bytes = _plan(self._piece, args)
         with torch_private_compiling.outside_of_traces(), _heard_failures() as failures:
-            # A first run on copies: only then does the backend compile.
             run = self._backend(copy.deepcopy(self._piece), list(args), options=_OPTIONS)
-            run(*args)
+            run(*args)  # Only the first run compiles.
         if failures:
             return _as_fx(self._piece, failures[0])
-        return lambda *inputs: results.own(inputs, run(*inputs))
+        return functools.partial(_run, run, plan, num_bytes)
+
+
+def _plan(piece: GraphModule, args: Sequence[Any]) -> tuple[list[_Output], list[int]]:
+    """Returns how the outputs for these arguments lie in memory, and the sizes of the fresh storages."""
+    with torch_private_compiling.on_fake_tensors_of(args) as fakes:
+        results = piece(*fakes)
+    owners = {torch_private.storage_key(one): i for i, one in enumerate(fakes) if isinstance(one, torch.Tensor)}
+    groups: dict[int, int] = {}
+    num_bytes: list[int] = []
+    plan = []
+    for one in results:
+        key = torch_private.storage_key(one)
+        if key not in owners and key not in groups:
+            groups[key] = len(groups)
+            num_bytes.append(one.untyped_storage().nbytes())
+        owner = owners.get(key)
+        offset = one.storage_offset() - (0 if owner is None else fakes[owner].storage_offset())
+        plan.append(
+            _Output(
+                argument=owner,
+                group=groups.get(key, 0),
+                shape=tuple(one.shape),
+                stride=one.stride(),
+                offset=offset,
+                dtype=one.dtype,
+            )
+        )
+    return plan, num_bytes
+
+
+def _run(run: Callable[..., Any], plan: list[_Output], num_bytes: list[int], *args: Any) -> Any:
+    """Runs a compiled piece; what it gives is copied before the next call overwrites it."""
+    bases = [torch.empty(size, dtype=torch.uint8) for size in num_bytes]
+    results = []
+    for output, value in zip(plan, run(*args), strict=True):
+        if output.argument is not None:
+            results.append(output.of_argument(args[output.argument]))
+        else:
+            results.append(output.fresh(bases[output.group]).copy_(value))
+    return tuple(results)
 
 
 @contextlib.contextmanager
