@@ -62,7 +62,7 @@ def sgl_piecewise(
     _refuse_autograd(gm, example_inputs)
     warn_of_stopped_trace(gm)
     dump_folder = None if typed.dump_folder is None else new_dump_folder(typed.dump_folder)
-    passes = pipeline(options_text=typed.key_text(), dump_folder=dump_folder)
+    passes = pipeline(options_text=typed.key_text(), fusions=typed.fusions, dump_folder=dump_folder)
     split = run_passes(gm, example_inputs, passes)
     calls = [node for node in split.graph.nodes if node.op == "call_module"]
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)

@@ -13,21 +13,26 @@ from .deduplicate import deduplicate
 from .drop_shape_only import drop_shape_only
 from .dump import dump
 from .estimate_memory import estimate_memory
+from .fusions import FUSIONS
 from .split_at_marks import split_at_marks
 from .validate import validate
 
 Pass = Callable[[GraphModule, Sequence[Any]], GraphModule]
 
 
-def pipeline(*, options_text: str = "", dump_folder: Path | None = None) -> list[Pass]:
+def pipeline(
+    *, options_text: str = "", fusions: Sequence[str] = (), dump_folder: Path | None = None
+) -> list[Pass]:
     """Returns the passes for one compile.
 
     Args:
         options_text: What else decides how a piece is compiled, for the key of equal pieces.
+        fusions: Names of numerics-changing passes to run.
         dump_folder: Where the graph is written before the first pass and after each; None writes nothing.
     """
     passes: list[tuple[str, Pass]] = [
         ("drop_shape_only", drop_shape_only),
+        *((name, one) for name, one in FUSIONS.items() if name in fusions),
         ("split_at_marks", split_at_marks),
         ("deduplicate", partial(deduplicate, options_text=options_text)),
         ("validate", validate),
