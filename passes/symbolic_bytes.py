@@ -33,10 +33,14 @@ class SymbolicBytes:
 
     @classmethod
     def largest_of(cls, candidates: Iterable[Any]) -> SymbolicBytes:
-        """Returns the maximum of expressions; those that another one is never below are left out."""
+        """Returns the maximum of expressions.
+
+        Those that never exceed another one are left out; rounding up is not looked at there, so the result may
+        be low by 512 bytes a tensor.
+        """
         kept: dict[Any, dict[Any, Any]] = {}
         for one in dict.fromkeys(sympy.sympify(each) for each in candidates):
-            terms = dict(one.as_coefficients_dict())
+            terms = dict(one.replace(sympy.ceiling, lambda inner: inner).expand().as_coefficients_dict())
             if any(_is_never_above(terms, other) for other in kept.values()):
                 continue
             for covered in [other for other in kept if _is_never_above(kept[other], terms)]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo import config, exc
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.decorators import mark_dynamic
 from torch._dynamo.utils import preserve_rng_state
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -195,3 +196,20 @@ def _in_one_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     explained = [line for line in lines if line.startswith("Explanation:")]
     return " ".join(lines[:1] + explained[:1])
+
+
+# Sizes ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dynamic_sizes(dims: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Makes Dynamo trace these dimensions as symbols; the block does not see earlier traces."""
+    before = [(tensor, dict(vars(tensor))) for tensor, _ in dims]
+    for tensor, dim in dims:
+        mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:
+        for tensor, attributes in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
