@@ -13,6 +13,8 @@ from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 
+from .tracing_errors import explained_tracing_errors
+
 
 def memory_estimate(
     fn: Callable[..., Any],
@@ -53,11 +55,12 @@ def memory_estimate(
             found.append(run_passes(copy, example_inputs, pipeline()).meta[MEMORY])
             return traced
 
-        torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
-    if len(found) != 1:
+        with explained_tracing_errors():
+            torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+    if not found:
         raise CompileError(
-            f"The forward was traced {len(found)} times, not once: it is compiled already, or computes nothing. "
-            "Give the function or module itself."
+            "The forward was not traced: compiling is switched off around this call (torch.compiler.disable, "
+            "set_stance, or TORCHDYNAMO_DISABLE)."
         )
     return found[0]
 

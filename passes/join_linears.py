@@ -52,7 +52,7 @@ def join_linears(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     graph.lint()
     try:
         propagate(joined)
-    except RuntimeError as err:
+    except (RuntimeError, ValueError) as err:
         _logger.warning("No linear layers are joined: %s", str(err).splitlines()[0])
         return gm
     gm.graph = graph

@@ -17,6 +17,7 @@ def propagate(gm: GraphModule) -> None:
 
     Raises:
         RuntimeError: An operator does not accept what the pass made; nodes before it have changed.
+        ValueError: The same, as some operators say it.
     """
     inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     examples = torch_private_compiling.example_inputs(inputs)

@@ -43,11 +43,11 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
 @contextlib.contextmanager
 def _kept_dynamo_settings() -> Iterator[None]:
     before = config.get_config_copy()
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Some settings are deprecated.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # Some settings are deprecated, and packages touch them.
+        try:
+            yield
+        finally:
             for name, value in config.get_config_copy().items():
                 if name in before and value != before[name]:
                     setattr(config, name, before[name])
