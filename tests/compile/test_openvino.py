@@ -48,12 +48,12 @@ def test_decoder_at_several_sizes_and_captured(caplog: pytest.LogCaptureFixture)
 
     with noted_breaks() as expected:
         model(*tokens(8))
-    for num in (8, 5, 8, 1):
+    for num in (8, 5):
         with noted_breaks() as names:
             torch.testing.assert_close(fn(*tokens(num)), model(*tokens(num)), rtol=0, atol=1e-4)
         assert names[: len(expected)] == expected
-    captured = capture(fn, tokens(8), capture_sizes=[4, 8])
-    for num in (8, 3, 5):
+    captured = capture(fn, tokens(8), capture_sizes=[5, 8])
+    for num in (8, 3):
         torch.testing.assert_close(captured(*tokens(num)), model(*tokens(num)), rtol=0, atol=1e-4)
     for recording in captured.recordings.values():
         breaks = [one.mark.name for one in recording.segments if isinstance(one, EagerSegment)]
