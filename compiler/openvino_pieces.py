@@ -111,9 +111,10 @@ class _Output:
 
     def of_argument(self, argument: torch.Tensor) -> torch.Tensor:
         """Returns the view of an argument, or the argument where it is that."""
-        if self.offset == 0 and argument.shape == self.shape and argument.stride() == self.stride:
+        view = argument.as_strided(self.shape, self.stride, argument.storage_offset() + self.offset)
+        if self.offset == 0 and argument.shape == self.shape and _strides(argument) == _strides(view):
             return argument
-        return argument.as_strided(self.shape, self.stride, argument.storage_offset() + self.offset)
+        return view
 
     def fresh(self, storage: torch.Tensor) -> torch.Tensor:
         """Returns its place in new memory (uint8[bytes])."""
@@ -135,7 +136,7 @@ class _PieceByShape:
 
     def __call__(self, *args: Any) -> Any:
         key = tuple(
-            (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value for value in args
+            (value.shape, _strides(value)) if isinstance(value, torch.Tensor) else value for value in args
         )
         known = self._compiled.get(key)
         if known is None:
@@ -180,6 +181,13 @@ def _plan(piece: GraphModule, args: Sequence[Any]) -> tuple[list[_Output], list[
             )
         )
     return plan, num_bytes
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides that count: where there is one element, any stride leads to it."""
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _run(run: Callable[..., Any], plan: list[_Output], num_bytes: list[int], *args: Any) -> Any:
