@@ -45,7 +45,8 @@ def memory_estimate(
     Example:
         >>> memory_estimate(model, (input_ids, positions)).peak.at(4096)
     """
-    named: dict[int | str, Any] = {**dict(enumerate(args)), **(kwargs or {})}
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs or {})
     with torch_private_compiling.dynamic_sizes(_dynamic(named, dynamic_dims)):
         found: list[MemoryEstimate] = []
 

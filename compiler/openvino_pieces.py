@@ -80,12 +80,12 @@ class _Profile:
         self.written: set[int] = set()
         self.draws_random = False
 
-    def note(
-        self, node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def note(self, node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.dtypes.update(one.dtype for one in tree.flatten(result)[0] if isinstance(one, torch.Tensor))
-        if isinstance(func, torch._ops.OpOverload):
-            self.written.update(map(torch_private.storage_key, torch_private.written_arguments(func, args, kwargs)))
+        if torch_private.is_overload(func):
+            self.written.update(
+                map(torch_private.storage_key, torch_private.written_arguments(func, args, kwargs))
+            )
             self.draws_random |= torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -159,7 +159,9 @@ def _plan(piece: GraphModule, args: Sequence[Any]) -> tuple[list[_Output], list[
     """Returns how the outputs for these arguments lie in memory, and the sizes of the fresh storages."""
     with torch_private_compiling.on_fake_tensors_of(args) as fakes:
         results = piece(*fakes)
-    owners = {torch_private.storage_key(one): i for i, one in enumerate(fakes) if isinstance(one, torch.Tensor)}
+    owners = {
+        torch_private.storage_key(one): i for i, one in enumerate(fakes) if isinstance(one, torch.Tensor)
+    }
     groups: dict[int, int] = {}
     num_bytes: list[int] = []
     plan = []

@@ -57,9 +57,7 @@ class CompileOptions:
             if name not in FUSIONS:
                 raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
         if self.dump_folder is not None and not isinstance(self.dump_folder, str):
-            raise ConfigError(
-                f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}."
-            )
+            raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
 
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""

@@ -87,14 +87,17 @@ class MemoryEstimate:
             for one in self.pieces
         ]
         lines += [
-            f"  break {one.name} x{one.num_calls}: results {one.results.at(num_tokens)}" for one in self.breaks
+            f"  break {one.name} x{one.num_calls}: results {one.results.at(num_tokens)}"
+            for one in self.breaks
         ]
         return "\n".join(lines)
 
     def __str__(self) -> str:
         symbols = ", ".join(map(str, self.peak.symbols)) or "no symbolic size"
         lines = [f"pool (bytes, in {symbols}): {self.peak}"]
-        lines += [f"{one.name} x{one.num_calls}: peak {one.peak}; outputs {one.outputs}" for one in self.pieces]
+        lines += [
+            f"{one.name} x{one.num_calls}: peak {one.peak}; outputs {one.outputs}" for one in self.pieces
+        ]
         lines += [f"break {one.name} x{one.num_calls}: results {one.results}" for one in self.breaks]
         return "\n".join(lines)
 

@@ -74,7 +74,9 @@ def _match(root: Node) -> _Norm | None:
     if not isinstance(epsilon, float) or not isinstance(mean, Node) or not _is_mean_of_last(mean):
         return None
     square = mean.args[0]
-    h = _squared(square) if isinstance(square, Node) else None
+    if not isinstance(square, Node):
+        return None
+    h = _squared(square)
     scaled = _only_user(root)
     if h is None or scaled is None or not _calls(scaled, "mul") or set(scaled.all_input_nodes) != {h, root}:
         return None
@@ -82,18 +84,10 @@ def _match(root: Node) -> _Norm | None:
     last, weight = _scaled_by_weight(scaled)
     if last is None or weight is None or not isinstance(x, Node):
         return None
-    values = [node.meta.get("example_value") for node in (x, weight, last)]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return None
-    x_value, weight_value, last_value = values
-    if not x_value.dtype == weight_value.dtype == last_value.dtype or x_value.shape != last_value.shape:
-        return None
-    if weight_value.dim() != 1 or weight_value.shape[0] != x_value.shape[-1]:
-        return None
-    if x_value.dtype != torch.float32 and not _is_float32(h):
+    if not _has_fitting_values(x, weight, last) or not (_is_float32(x) or _is_float32(h)):
         return None
     first = h if h is not x else square
-    return _Norm(x=x, weight=weight, epsilon=epsilon, first=first, last=last)  # type: ignore[arg-type]
+    return _Norm(x=x, weight=weight, epsilon=epsilon, first=first, last=last)
 
 
 def _scaled_by_weight(scaled: Node) -> tuple[Node | None, Node | None]:
@@ -139,8 +133,25 @@ def _is_cast(node: Node) -> bool:
     return node.op == "call_method" and node.target in _CASTS
 
 
+def _has_fitting_values(x: Node, weight: Node, last: Node) -> bool:
+    """Tells whether the operator takes these and gives what the code gave: one dtype, a weight per column."""
+    value, scale, result = (node.meta.get("example_value") for node in (x, weight, last))
+    if not (
+        isinstance(value, torch.Tensor)
+        and isinstance(scale, torch.Tensor)
+        and isinstance(result, torch.Tensor)
+    ):
+        return False
+    return (
+        value.dtype == scale.dtype == result.dtype
+        and value.shape == result.shape
+        and scale.dim() == 1
+        and scale.shape[0] == value.shape[-1]
+    )
+
+
 def _is_float32(node: Node) -> bool:
-    return node.meta["example_value"].dtype is torch.float32
+    return bool(node.meta["example_value"].dtype is torch.float32)
 
 
 def _only_user(node: Node) -> Node | None:

@@ -57,7 +57,7 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func.namespace == "prim":
+        if torch_private.is_overload(func) and func.namespace == "prim":
             return func(*args, **kwargs)  # A fake tensor asked for its device or layout.
         if not torch_private.is_higher_order(func) and torch_private.is_composite(func):
             with torch_private.reentered(self):
@@ -69,9 +69,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _NodeByNode(Interpreter):
-    def __init__(
-        self, gm: GraphModule, watch: _Watch, after_node: Callable[[Node], None] | None
-    ) -> None:
+    def __init__(self, gm: GraphModule, watch: _Watch, after_node: Callable[[Node], None] | None) -> None:
         super().__init__(gm, garbage_collect_values=True)
         self._watch = watch
         self._after_node = after_node

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private_compiling, tree
+from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
 from sgl_piecewise.runtime.capture.emulated.rules import Refusal, refusal_of
 from sgl_piecewise.runtime.capture.user_code import UserLine, traced_user_line
 from sgl_piecewise.runtime.errors import CaptureForbiddenError
@@ -28,7 +28,9 @@ FINDINGS = "sgl_piecewise_findings"
 """Key of the findings in the ``meta`` of a validated module."""
 
 _HOST = "it hands values to the host, which would have to wait for work that is only written down"
-_TO_HOST = "it copies from the device to the host, which would have to wait for work that is only written down"
+_TO_HOST = (
+    "it copies from the device to the host, which would have to wait for work that is only written down"
+)
 _FROM_HOST = (
     "it copies from pageable host memory to the device, which CUDA refuses during capture, and a replay would not "
     "see other values"
@@ -38,8 +40,8 @@ _ARRAY = "it brings host memory into the graph, which a replay would not see cha
 _BEFORE = "Do it before the capture, or in a function marked @eager_on_graph."
 
 # What never reaches the dispatcher, or not on every device.
-_METHODS = dict.fromkeys(("cpu", "numpy", "tolist", "pin_memory"), _HOST)
-_FUNCTIONS = {
+_METHODS: dict[Any, str] = dict.fromkeys(("cpu", "numpy", "tolist", "pin_memory"), _HOST)
+_FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.manual_seed, torch.seed, torch.initial_seed), _SEED),
     **dict.fromkeys((torch.get_rng_state, torch.set_rng_state), _SEED),
     **dict.fromkeys((torch.from_numpy, torch.frombuffer, torch.asarray, torch.from_dlpack), _ARRAY),
@@ -155,10 +157,8 @@ def _check(
 
     on_device = any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in examples)
 
-    def observe(
-        node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        if not isinstance(func, torch._ops.OpOverload):
+    def observe(node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if not torch_private.is_overload(func):
             return
         refusal = _crossing(func, args, kwargs, result) if on_device else None
         if refusal is None and not (on_device and func._schema.name == "aten::lift_fresh"):
@@ -182,15 +182,13 @@ def _calls_refused(node: Node) -> Iterator[Refusal]:
         if node.target == "to" and isinstance(target, str) and target.partition(":")[0] == "cpu":
             yield Refusal(what='Tensor.to("cpu")', why=_HOST, remedy=f"{_BEFORE} A torch.device is accepted.")
     elif node.op == "call_function":
-        why = _FUNCTIONS.get(node.target)  # type: ignore[call-overload]
+        why = _FUNCTIONS.get(node.target)
         if why is not None:
             name = getattr(node.target, "__name__", str(node.target))
             yield Refusal(what=f"torch.{name}()", why=why, remedy=_BEFORE)
 
 
-def _crossing(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Refusal | None:
+def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Refusal | None:
     """Copies between host and device; a host scalar as an operand is baked and harmless."""
     sources = [one for one in tree.flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
     results = [one for one in tree.flatten(result)[0] if isinstance(one, torch.Tensor)]

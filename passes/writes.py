@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from sgl_piecewise.runtime import torch_private
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -31,8 +32,9 @@ def may_write(node: Node) -> bool:
         return True
     if _is_true(node.kwargs.get("inplace", False)) or node.target in _IN_PLACE_OPERATORS:
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
+    target: Any = node.target
+    if torch_private.is_overload(target):
+        return bool(target._schema.is_mutable)
     if node.op == "call_method":
         return _ends_like_a_write(str(node.target))
     module = getattr(node.target, "__module__", None) or ""

@@ -44,7 +44,9 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
 def _kept_dynamo_settings() -> Iterator[None]:
     before = config.get_config_copy()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # Some settings are deprecated, and packages touch them.
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # Some settings are deprecated, and packages touch them.
         try:
             yield
         finally:

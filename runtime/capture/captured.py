@@ -18,8 +18,8 @@ from .. import tree
 from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
-from .autograd import refuse_history
 from .autocast import without_autocast_cache
+from .autograd import refuse_history
 from .device import GraphPool
 from .extents import share_bytes
 from .recording import Recording

@@ -46,9 +46,9 @@ def broken(piece: GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 
 def test_piece_compiler_that_raises_keeps_its_cause_and_dumps_the_piece(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"failed on piece_0 \(KeyError: 'no such kernel'\)") as caught:
-        with explained_tracing_errors():
-            compiled(layered, piece_compiler=broken, dump_folder=str(tmp_path))(X)
+    failed = r"failed on piece_0 \(KeyError: 'no such kernel'\)"
+    with pytest.raises(CompileError, match=failed) as caught, explained_tracing_errors():
+        compiled(layered, piece_compiler=broken, dump_folder=str(tmp_path))(X)
     assert isinstance(caught.value.__cause__, KeyError)
     folder = tmp_path / "trace_0" / "pieces"
     assert str(folder) in str(caught.value)
@@ -106,7 +106,7 @@ def test_dump_folder_that_cannot_be(tmp_path: Path) -> None:
 
 def printing(x: torch.Tensor) -> torch.Tensor:
     y = marked(x * 2)
-    print(y)
+    print(y)  # noqa: T201
     return y + 1
 
 
@@ -132,7 +132,10 @@ def test_trace_that_stops_early_is_told(caplog: pytest.LogCaptureFixture, capsys
     fn = torch.compile(printing, backend="sgl_piecewise", options={"piece_compiler": "fx"})
     with caplog.at_level(logging.WARNING, logger="sgl_piecewise.compiler"):
         torch.testing.assert_close(fn(X), X * 2 + 2)
-    assert f"{__file__}:{printing.__code__.co_firstlineno + 2} (print(y)) in printing" in caplog.text
+    assert (
+        f"{__file__}:{printing.__code__.co_firstlineno + 2} (print(y)  # noqa: T201) in printing"
+        in caplog.text
+    )
     assert "@eager_on_graph" in caplog.text
 
 
@@ -150,9 +153,13 @@ def test_own_errors_pass_as_they_are() -> None:
 
 
 def test_recording_autograd_is_refused_whole() -> None:
-    with torch.inference_mode(False), torch.enable_grad():
-        with pytest.raises(CompileError, match="compiles for inference"), explained_tracing_errors():
-            compiled(torch.nn.Linear(4, 4), piece_compiler="fx")(torch.ones(2, 4))
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        pytest.raises(CompileError, match="compiles for inference"),
+        explained_tracing_errors(),
+    ):
+        compiled(torch.nn.Linear(4, 4), piece_compiler="fx")(torch.ones(2, 4))
 
 
 # Marks -------------------------------------------------------------------------------------------

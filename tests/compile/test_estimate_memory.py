@@ -46,7 +46,7 @@ BLOCK = 512
         (lambda x: x.view(-1, 64), 0),
         (lambda x: (x + 1).chunk(2, -1)[0] * 2, 1.5),
         (lambda x: torch.cat([x.sin(), x.cos()], -1), 4),
-        (lambda x: marked(x), 1),
+        (marked, 1),
         (lambda x: marked(x.sin()).cos(), 2),
         (lambda x: marked(x.sin()) + marked(x.cos()), 3),
     ],
@@ -118,7 +118,7 @@ def test_what_cannot_be_asked() -> None:
     with torch.compiler.set_stance("force_eager"), pytest.raises(CompileError, match="was not traced"):
         memory_estimate(lambda x: x + 1, (x,))
     with pytest.raises(CompileError, match=r"Dynamo cannot trace .*test_estimate_memory.py:\d+ \(.*print"):
-        memory_estimate(lambda x: print(x + 1), (x,))
+        memory_estimate(lambda x: print(x + 1), (x,))  # noqa: T201
 
 
 def test_another_dimension_may_follow_the_tokens() -> None:

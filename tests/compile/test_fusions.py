@@ -156,7 +156,13 @@ def test_state_and_copies_of_a_module_stay_what_they_are() -> None:
         lambda a, b, x: F.linear(x, a) + F.linear(x, a),
         lambda a, b, x: F.linear(x, a) + F.linear(x, x[:1] * 2),
     ],
-    ids=["other input", "input written between", "a mark between", "one weight twice", "weight that is computed"],
+    ids=[
+        "other input",
+        "input written between",
+        "a mark between",
+        "one weight twice",
+        "weight that is computed",
+    ],
 )
 def test_linears_stay_apart(fn: Any) -> None:
     class Holder(nn.Module):
@@ -201,7 +207,9 @@ def test_views_that_need_adjacent_rows_keep_linears_apart(caplog: pytest.LogCapt
 def test_what_is_not_quite_a_norm_stays(fn: Any) -> None:
     w, x = torch.rand(4), torch.randn(3, 4)
     assert "rms_norm" not in targets_after(fn, w, x, fusions=["fuse_rms_norm"])
-    torch.testing.assert_close(compiled(fn, piece_compiler="fx", fusions=["fuse_rms_norm"])(w, x), fn(w, x), equal_nan=True)
+    torch.testing.assert_close(
+        compiled(fn, piece_compiler="fx", fusions=["fuse_rms_norm"])(w, x), fn(w, x), equal_nan=True
+    )
 
 
 def test_norm_whose_parts_are_used_elsewhere_keeps_them() -> None:

@@ -45,7 +45,9 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.head = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(72, 5))
+        self.head = nn.Sequential(
+            nn.Conv2d(8, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(72, 5)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(clip_outliers(self.stem(x)))
@@ -73,9 +75,7 @@ def transformers_model(family: str) -> nn.Module:
     def marked_attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
 
-    def attention(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
-    ) -> Any:
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         return marked_attention(module, query, key, value, attention_mask, **kwargs)
 
     transformers.AttentionInterface.register("test_marked", attention)
@@ -151,6 +151,4 @@ def _check(name: str, **options: Any) -> None:
     captured = capture(fn, (x,))
     torch.testing.assert_close(captured(x), expected, rtol=1e-4, atol=1e-4)
     (recording,) = captured.recordings.values()
-    assert [
-        one.mark.name for one in recording.segments if isinstance(one, EagerSegment)
-    ] == expected_breaks
+    assert [one.mark.name for one in recording.segments if isinstance(one, EagerSegment)] == expected_breaks
