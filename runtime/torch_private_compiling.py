@@ -129,10 +129,12 @@ def data_dependence_allowed(shape_env: Any) -> Iterator[None]:
 def example_inputs(values: Sequence[Any]) -> list[Any]:
     """Returns inputs for a compiler that are like the trace's values, in the mode that compilers now work in.
 
+    After the trace that is the mode of the values themselves.
+
     Sizes stay symbolic, and tensors that share memory in the trace share it again. Anything but tensors is
     passed on.
     """
-    mode = _current_fake_mode()
+    mode = detect_fake_mode(list(values)) or FakeTensorMode(shape_env=ShapeEnv())
     bases: dict[int, torch.UntypedStorage] = {}
     examples = []
     with mode, torch.inference_mode(False), torch.no_grad():
