@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_piecewise.passes.fusions import FUSIONS
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
@@ -20,10 +21,15 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        fusions: Names of passes that change numerics, such as ``join_linears``; none unless asked.
+        dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
+            writes nothing.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    fusions: Sequence[str] = ()
+    dump_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -45,10 +51,19 @@ class CompileOptions:
                 "capture the compiled forward."
             )
 
+        if isinstance(self.fusions, str) or not isinstance(self.fusions, Sequence):
+            raise ConfigError(f"fusions must be a list of names, got {self.fusions!r}.")
+        for name in self.fusions:
+            if name not in FUSIONS:
+                raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
+        if self.dump_folder is not None and not isinstance(self.dump_folder, str):
+            raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
+
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
-        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip()
+        fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
+        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
 
 
 def options_from(given: Mapping[str, Any] | None) -> CompileOptions:

@@ -219,6 +219,11 @@ def higher_order_cpu_kernel(func: Any) -> Any | None:
     return func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
+def is_overload(func: Any) -> bool:
+    """Tells whether ``func`` is one overload of an operator, which has a schema and tags."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def is_higher_order(func: Any) -> bool:
     """Tells whether ``func`` is a higher-order operator (it has no schema and no tags)."""
     return isinstance(func, torch._ops.HigherOrderOperator)
