@@ -123,7 +123,7 @@ class CallSite:
         arguments = tree.unflatten(self.arguments, leaves)
         before = [(container, _items(container)) for container in _containers(arguments, self.arguments)]
         args, kwargs = arguments
-        result = mark(*args, **kwargs)
+        result = mark.call_compiled(args, kwargs, lambda: self.stand_in(tensors, ints))
         for container, items in before:
             now = _items(container)
             if len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True)):
@@ -132,6 +132,41 @@ class CallSite:
                     "go on with what it held before; return the values instead."
                 )
         return result
+
+    def stand_in(self, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> Callable[..., Any]:
+        """Returns what gives results as tracing was told, contents undefined, for calls of this shape.
+
+        It keeps none of the tensors.
+        """
+        fresh = [
+            None
+            if leaf.fresh is None
+            else dataclasses.replace(
+                leaf.fresh,
+                shape=_evaluate(leaf.fresh.shape, tensors, ints),
+                stride=_evaluate(leaf.fresh.stride, tensors, ints),
+            )
+            for leaf in self.result_leaves
+        ]
+
+        def results(*args: Any, **kwargs: Any) -> Any:
+            given = tree.flatten((args, kwargs))[0]
+            by_index = {
+                leaf.index: value
+                for leaf, value in zip(self.argument_leaves, given, strict=True)
+                if leaf.kind == "tensor"
+            }
+            leaves = [
+                one.empty((), ())
+                if one is not None
+                else by_index[plan.index]
+                if plan.kind == "argument"
+                else plan.value
+                for plan, one in zip(self.result_leaves, fresh, strict=True)
+            ]
+            return tree.unflatten(self.results, leaves)
+
+        return results
 
     def fresh_results(self, result: Any, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> list[Any]:
         """Checks a result against what tracing was told, and returns its fresh tensors.
@@ -376,6 +411,12 @@ def handle_of(value: Any) -> torch.Tensor:
 _new_handle = torch_private_tracing.untraced(_HANDLES.new)
 # Called from compiled code, where Dynamo would compile it too; this costs nothing, where ``untraced`` does.
 torch_private_tracing.skip_frame(handle_of)
+
+
+def has_handle(value: Any) -> bool:
+    """Tells whether compiled code reaches an object by a handle, which does not keep it alive."""
+    known = _HANDLES.by_id.get(id(value))
+    return known is not None and known[0]() is value
 
 
 def num_handles() -> int:

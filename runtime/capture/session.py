@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
@@ -47,6 +47,8 @@ class CaptureSession:
             a real execution. Without it nothing runs, and every mark met needs a ``capture_stub``
             or ``fake``, because its body would read memory that was never written.
         statics: Tensors whose addresses must hold.
+        is_borrowed: Tells which object arguments of marked calls the recording must not keep alive; None
+            for none.
 
     Raises:
         CaptureError: On entry, capture inside capture.
@@ -65,6 +67,7 @@ class CaptureSession:
         key: ShapeKey | None = None,
         launch_segments: bool = True,
         statics: StaticTensors | None = None,
+        is_borrowed: Callable[[Any], bool] | None = None,
     ) -> None:
         self.pool = pool
         self.mode = mode
@@ -73,6 +76,7 @@ class CaptureSession:
         self.is_launching = launch_segments
         self.statics = statics or StaticTensors()
         self.recording: Recording | None = None
+        self._is_borrowed = is_borrowed
         self._segments: list[Segment] = []
         self._graph: DeviceGraph | None = None
         self._outputs: Any = None
@@ -170,7 +174,7 @@ class CaptureSession:
         where = f"{self.key}, break {len(self._segments) // 2}"
         refuse_history((args, kwargs), f"an argument of break {mark.name!r} ({where})")
         self._end_segment()
-        frozen = FrozenArguments(args, kwargs, self.pool)
+        frozen = FrozenArguments(args, kwargs, self.pool, self._is_borrowed)
         watch = ContainerWatch(args, kwargs)
         autocast = AutocastState.now(self.pool.device.torch_device.type)
         with use_capture(None):
