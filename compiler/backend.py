@@ -18,6 +18,7 @@ from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
+from .dropin import DropIn
 from .options import options_from
 from .piece_compilers import piece_compiler_for
 from .stitching import compile_and_stitch
@@ -62,7 +63,8 @@ def sgl_piecewise(
     _logger.info(
         "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
     )
-    return compile_and_stitch(split, piece_compiler)
+    drop_in = DropIn(split, typed.call_policy())
+    return drop_in.wrap(compile_and_stitch(split, piece_compiler))
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
@@ -20,10 +21,20 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        capture: Whether calls capture, and how; this and all that follows as in `CallPolicy`.
+        capture_after: Calls of a shape before one captures it.
+        capture_sizes: Which values of the varying size get a graph.
+        max_graphs: The most recordings of one compiled forward.
+        outputs: Whether calls return copies or views of graph memory.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    capture: str = "auto"
+    capture_after: int = 1
+    capture_sizes: Sequence[int] | None = None
+    max_graphs: int = 32
+    outputs: str = "copy"
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -44,6 +55,16 @@ class CompileOptions:
                 "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "
                 "capture the compiled forward."
             )
+
+        self.call_policy()
+
+    def call_policy(self) -> CallPolicy:
+        """Returns what is captured while the compiled forward is called.
+
+        Raises:
+            ConfigError: An option that cannot be accepted.
+        """
+        return CallPolicy(**{one.name: getattr(self, one.name) for one in dataclasses.fields(CallPolicy)})
 
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""

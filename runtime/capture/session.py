@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal
@@ -113,6 +114,7 @@ class CaptureSession:
             # Outermost, so that an interrupt waits for all that the others put back.
             stack.enter_context(self._interrupts)
             stack.enter_context(self.pool.exclusive("capture"))
+            stack.enter_context(_counted_as_open())
             self.pool.order_after_last_use()
             stack.enter_context(_translated(self))
             stack.enter_context(_no_garbage_collection())
@@ -264,6 +266,29 @@ class CaptureSession:
         self._segments = []
         self._outputs = None
         return False
+
+
+class _OpenSessions(threading.local):
+    """How many sessions this thread has open; a break's body runs inside one too."""
+
+    count = 0
+
+
+_OPEN = _OpenSessions()
+
+
+@contextlib.contextmanager
+def _counted_as_open() -> Iterator[None]:
+    _OPEN.count += 1
+    try:
+        yield
+    finally:
+        _OPEN.count -= 1
+
+
+def is_session_open() -> bool:
+    """Tells whether this thread is inside a capture, in the body of a break or not."""
+    return _OPEN.count > 0
 
 
 def refuse_nested_capture() -> None:
