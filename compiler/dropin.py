@@ -74,7 +74,9 @@ def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFac
     device = accelerators[0] if accelerators else torch.device("cpu")
     inputs = [node for node in split.graph.nodes if node.op == "placeholder"]
     refusal = SEVERAL_DEVICES if len(accelerators) > 1 else None
-    if device.type != "cpu" and any(_is_host_tensor(node) for node in split.graph.nodes if node not in inputs):
+    if device.type != "cpu" and any(
+        _is_host_tensor(node) for node in split.graph.nodes if node not in inputs
+    ):
         refusal = HOST_WORK
     static, copied, keyed, varying, known = [], [], [], [], set()
     for index, node in enumerate(inputs):

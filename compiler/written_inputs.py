@@ -108,7 +108,9 @@ class _Result:
         if self.is_known:
             return
         self.is_known = True
-        values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
+        values = [
+            value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args
+        ]
         examples = torch_private_tracing.example_inputs(values)
         watch = _Watch()
         try:

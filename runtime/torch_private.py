@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -318,7 +318,7 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into the target at its place; one call costs the host less than one per tensor."""
     torch._foreach_copy_(targets, sources)
 

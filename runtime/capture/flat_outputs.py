@@ -105,7 +105,9 @@ class _SharedMemory:
     def copied(self, recorded: Sequence[Any]) -> torch.UntypedStorage:
         """Returns a copy of the memory."""
         member = recorded[self.member]
-        return bytes_of(member, member.data_ptr() + self.shift_bytes, self.num_bytes).clone().untyped_storage()
+        return (
+            bytes_of(member, member.data_ptr() + self.shift_bytes, self.num_bytes).clone().untyped_storage()
+        )
 
 
 def _constant(value: Any) -> _Step:
