@@ -175,11 +175,21 @@ class FlatInputs:
         """Whether something is to be written back."""
         return bool(self._written_views)
 
-    def copy_back(self, args: Sequence[Any]) -> None:
-        """Writes copied inputs that the forward may have changed back to the caller's tensors."""
-        # Inference mode may write inference tensors and others.
-        with torch.inference_mode():
-            torch_private.copy_all(self._pick_written(args), self._written_views)
+    def copy_back(self, args: Sequence[Any], left_alone: frozenset[int]) -> None:
+        """Writes copied inputs that the forward may have changed back to the caller's tensors.
+
+        Args:
+            args: The call's inputs.
+            left_alone: Storages that are not written to: an earlier output that came back as an input was
+                valid until this replay, which left its new outputs there.
+        """
+        pairs = list(zip(self._pick_written(args), self._written_views, strict=True))
+        if left_alone:
+            pairs = [pair for pair in pairs if pair[0].untyped_storage().data_ptr() not in left_alone]
+        if pairs:
+            # Inference mode may write inference tensors and others.
+            with torch.inference_mode():
+                torch_private.copy_all([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:

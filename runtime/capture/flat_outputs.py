@@ -29,6 +29,9 @@ class FlatOutputs:
         aliases: For each storage of an input: the place of one that lies in it.
         pool: The pool that was captured on.
         is_copied: Whether calls get copies; else views of graph memory, which this object then owns.
+
+    Attributes:
+        own_storages: Of the graph memory that calls get.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class FlatOutputs:
         is_copied: bool,
     ) -> None:
         self._memories: list[_SharedMemory] = []
+        own: set[int] = set()
         steps: dict[int, _Step] = {}
         groups: dict[int, list[int]] = {}
         for index, output in enumerate(outputs):
@@ -54,12 +58,14 @@ class FlatOutputs:
             elif is_copied:
                 groups.setdefault(storage or -index - 1, []).append(index)
             else:
+                own.add(storage)
                 steps[index] = _view_of(output)
         for members in groups.values():
             if len(members) == 1 and _keeps_strides(outputs[members[0]]):
                 steps[members[0]] = _clone(members[0])
             else:
                 steps.update(self._shared(members, outputs))
+        self.own_storages = frozenset(own)
         self._steps = [steps[index] for index in range(len(outputs))]
 
     def _shared(self, members: list[int], outputs: Sequence[torch.Tensor]) -> dict[int, _Step]:

@@ -44,6 +44,8 @@ NOT_LISTED = "not_in_capture_sizes"
 
 # Shapes that are only counted so far, the oldest forgotten first.
 _MAX_COUNTED_SHAPES = 4096
+# A shape whose static tensors keep moving is captured ever more seldom, up to this.
+_MOST_CALLS_BEFORE_RECAPTURE = 64
 # Recordings of one shape for other static tensors (two models share one compiled forward); the oldest goes.
 _MAX_PER_SHAPE = 4
 
@@ -153,7 +155,7 @@ class OnCallCapture:
             inputs.copy_in(args)
             recording.run()
             if inputs.has_written:
-                inputs.copy_back(args)
+                inputs.copy_back(args, captured.outputs.own_storages)
             self._num_replays += 1
             return captured.outputs.of_call(args, recording.outputs)
 
@@ -210,13 +212,12 @@ class OnCallCapture:
         if sizes is not None and not any(value in sizes for value in self._sizes_of(args)):
             return NOT_LISTED
         count = self._counted.pop(key, 0) + 1
-        # A shape whose static tensors keep moving is captured ever more seldom.
-        needed = self._policy.capture_after << min(self._captures_of[key], 16)
-        if count <= needed:
+        num_captures, first = self._captures_of[key], self._policy.capture_after
+        if count <= min(first << min(num_captures, 16), max(first, _MOST_CALLS_BEFORE_RECAPTURE)):
             self._counted[key] = count
             if len(self._counted) > _MAX_COUNTED_SHAPES:
                 self._counted.popitem(last=False)
-            return reason or WARM_UP
+            return MOVED if num_captures else WARM_UP
         if sum(map(len, self._by_key.values())) >= self._policy.max_graphs and not self._make_room(key):
             self._counted[key] = count
             return GRAPH_LIMIT
