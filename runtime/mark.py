@@ -111,6 +111,10 @@ class MarkedFunction:
             return self.fn(*args, **kwargs)
         return capture.call_marked(_CompiledCall(self, stand_in()), args, kwargs)
 
+    def body(self) -> Callable[..., Any]:
+        """Returns the function as the user wrote it."""
+        return self.fn
+
     def run_eager(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function without a break, whatever is being captured."""
         return self.fn(*args, **kwargs)
@@ -144,20 +148,28 @@ class _CompiledCall(MarkedFunction):
     """
 
     def __init__(self, mark: MarkedFunction, stand_in: Callable[..., Any]) -> None:
-        self.fn = functools.partial(_call_body, weakref.ref(mark))
+        self._mark = weakref.ref(mark)
+        self.fn = functools.partial(_call_body, self._mark)
         self.name = mark.name
         self.fake = stand_in
         self.capture_stub = mark.capture_stub
 
+    def body(self) -> Callable[..., Any]:
+        return _body_of(self._mark)
+
 
 def _call_body(reference: weakref.ref[MarkedFunction], *args: Any, **kwargs: Any) -> Any:
+    return _body_of(reference)(*args, **kwargs)
+
+
+def _body_of(reference: weakref.ref[MarkedFunction]) -> Callable[..., Any]:
     mark = reference()
     if mark is None:
         raise ReplayError(
             "A graph was replayed whose marked function no longer exists. Keep the module or function that was "
             "compiled as long as what was captured of it."
         )
-    return mark.fn(*args, **kwargs)
+    return mark.fn
 
 
 class BoundMark:

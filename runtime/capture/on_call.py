@@ -86,7 +86,7 @@ class OnCallCapture:
 
     Attributes:
         number: Counts such objects in a process.
-        pool: The graph pool of all shapes.
+        device: The graph device.
     """
 
     _numbers = iter(range(1 << 62))
@@ -104,7 +104,8 @@ class OnCallCapture:
     ) -> None:
         assert facts.device is not None, "a forward without tensors has nothing to capture"
         self.number = next(self._numbers)
-        self.pool: GraphPool = graph_device_for(facts.device).new_pool()
+        self.device = graph_device_for(facts.device)
+        self._pool: GraphPool | None = None  # While there are recordings.
         self._forward = forward
         self._facts = facts
         self._mode = mode
@@ -122,7 +123,7 @@ class OnCallCapture:
         self._counted: collections.OrderedDict[Any, int] = collections.OrderedDict()
         self._captures_of: collections.Counter[Any] = collections.Counter()
         self._failures: dict[Any, str] = {}
-        self._in_progress: set[Any] = set()
+        self._in_progress: dict[Any, int] = {}
         self._dead: collections.deque[_Captured] = collections.deque()
         self._tables = threading.RLock()
         self._without_graph: collections.Counter[str] = collections.Counter()
@@ -138,7 +139,7 @@ class OnCallCapture:
         """
         key = self._key(args)
         found = self._by_key.get(key)
-        if found is None or active_capture() is not None or self.pool.is_held() or self._is_capturing():
+        if found is None or active_capture() is not None or self._is_capturing():
             return self._run_without_graph(key, args, None)
         values = [*args, *self._held]
         for captured in found:
@@ -146,10 +147,11 @@ class OnCallCapture:
                 break
         else:
             return self._run_without_graph(key, args, MOVED)
-        inputs, recording = captured.inputs, captured.recording
+        inputs, recording, pool = captured.inputs, captured.recording, captured.recording.pool
         if inputs.conflicts_with(args):
             return self._run_without_graph(key, args, CONFLICT)
-        pool = self.pool
+        if pool.is_held():
+            return self._run_without_graph(key, args, IN_USE)
         with pool.exclusive("replay"):
             pool.order_after_last_use()
             inputs.copy_in(args)
@@ -166,8 +168,8 @@ class OnCallCapture:
             return CallStats(
                 name=self._name,
                 strategy=self._mode,
-                device=self.pool.device.name,
-                is_emulated=self.pool.device.is_emulated,
+                device=self.device.name,
+                is_emulated=self.device.is_emulated,
                 num_graphs=len(recordings),
                 num_breaks=max((one.num_breaks for one in recordings), default=0),
                 num_captures=self._num_captures,
@@ -198,7 +200,7 @@ class OnCallCapture:
         """Says why this call has no graph; counts the shape."""
         if active_capture() is not None or is_session_open() or self._is_capturing():
             return INSIDE_CAPTURE
-        if self.pool.is_held():
+        if self._pool is not None and self._pool.is_held():
             return IN_USE
         if self._facts.refusal is not None:
             return self._facts.refusal
@@ -221,7 +223,7 @@ class OnCallCapture:
         if sum(map(len, self._by_key.values())) >= self._policy.max_graphs and not self._make_room(key):
             self._counted[key] = count
             return GRAPH_LIMIT
-        self._in_progress.add(key)
+        self._in_progress[key] = count
         return CAPTURING
 
     def _sizes_of(self, args: tuple[Any, ...]) -> set[int]:
@@ -242,7 +244,8 @@ class OnCallCapture:
 
     def _capture(self, key: Any, args: tuple[Any, ...]) -> Sequence[Any]:
         """Runs the call as it is and records its shape; what cannot be recorded runs as it is from now on."""
-        pool = self.pool
+        pool = self._pool_for_capture()
+        is_done = False
         try:
             caller = _current_stream(self._facts.device)
             with pool.exclusive("capture"):
@@ -252,18 +255,27 @@ class OnCallCapture:
                     outputs = self._forward(*args)
             _used_on(caller, outputs)
             try:
-                captured = self._record(args)
+                captured = self._record(pool, args)
             except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
                 self._note_failure(key, error)
             else:
                 self._add(key, captured)
+            is_done = True
         finally:
             with self._tables:
-                self._in_progress.discard(key)
+                count = self._in_progress.pop(key)
+                if not is_done:  # The forward raised: another call captures.
+                    self._counted[key] = count - 1
         return outputs
 
+    def _pool_for_capture(self) -> GraphPool:
+        with self._tables:
+            if self._pool is None:
+                self._pool = self.device.new_pool()
+            return self._pool
+
     def _note_failure(self, key: Any, error: Exception) -> None:
-        self.pool.device.release_cached_memory()
+        self.device.release_cached_memory()
         message = f"{type(error).__name__}: {error}"
         _logger.warning("%s: cannot be captured, runs without a graph. %s", self._name, message)
         with self._tables:
@@ -277,16 +289,20 @@ class OnCallCapture:
                 self._drop(surplus)
             self._by_key[key] = (captured, *self._by_key.get(key, ()))
 
-    def _record(self, args: tuple[Any, ...]) -> _Captured:
+    def _record(self, pool: GraphPool, args: tuple[Any, ...]) -> _Captured:
         """Records the forward at the shape of a call; nothing is executed."""
         inputs = FlatInputs(self._facts, args)
         session = CaptureSession(
-            self.pool, mode=self._mode, launch_segments=False, is_borrowed=self._is_borrowed
+            pool,
+            mode=self._mode,
+            launch_segments=False,
+            is_borrowed=self._is_borrowed,
+            restores_objects=True,
         )
         with session:
             outputs = list(self._forward(*inputs.views))
             inputs.refuse_reshaped()
-            plan = FlatOutputs(outputs, inputs.views, inputs.aliases, self.pool, is_copied=self._is_copied)
+            plan = FlatOutputs(outputs, inputs.views, inputs.aliases, pool, is_copied=self._is_copied)
             session.set_outputs(outputs)
             del outputs
         assert session.recording is not None
@@ -311,11 +327,14 @@ class OnCallCapture:
                     else:
                         del self._by_key[key]
                     self._dead.append(captured)
-        if self.pool.try_acquire():  # Not while another thread replays it.
+            pool = self._pool
+            if not self._by_key and not self._in_progress:
+                self._pool = None
+        if pool is not None and pool.try_acquire():  # Not while another thread replays it.
             try:
                 self._free_dead()
             finally:
-                self.pool.release()
+                pool.release()
 
     def _free_dead(self) -> None:
         while self._dead:

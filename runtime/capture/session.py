@@ -23,6 +23,7 @@ from .. import tree
 from ..errors import CaptureError, CaptureForbiddenError
 from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, active_capture, use_capture
+from ..object_state import unchanged_objects
 from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
 from .device import DeviceGraph, GraphPool
@@ -34,6 +35,8 @@ from .sizes import ShapeKey
 from .statics import StaticTensors
 
 CaptureMode = Literal["full", "breakable"]
+
+_nothing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class CaptureSession:
@@ -50,6 +53,8 @@ class CaptureSession:
         statics: Tensors whose addresses must hold.
         is_borrowed: Tells which object arguments of marked calls the recording must not keep alive; None
             for none.
+        restores_objects: Whether Python objects that marked code changes while it is captured (in full mode)
+            are put back, because the call has had its effects already.
 
     Raises:
         CaptureError: On entry, capture inside capture.
@@ -69,6 +74,7 @@ class CaptureSession:
         launch_segments: bool = True,
         statics: StaticTensors | None = None,
         is_borrowed: Callable[[Any], bool] | None = None,
+        restores_objects: bool = False,
     ) -> None:
         self.pool = pool
         self.mode = mode
@@ -78,6 +84,7 @@ class CaptureSession:
         self.statics = statics or StaticTensors()
         self.recording: Recording | None = None
         self._is_borrowed = is_borrowed
+        self._restores_objects = restores_objects
         self._segments: list[Segment] = []
         self._graph: DeviceGraph | None = None
         self._outputs: Any = None
@@ -167,8 +174,10 @@ class CaptureSession:
         """
         self._interrupts.deliver()
         if self.mode == "full":
+            undo = unchanged_objects((args, kwargs), mark.body()) if self._restores_objects else _nothing
             try:
-                return mark.fn(*args, **kwargs)
+                with undo:
+                    return mark.fn(*args, **kwargs)
             except CaptureForbiddenError:
                 self._failed_in = self._failed_in or mark.name
                 raise
