@@ -1,4 +1,4 @@
-"""Every test here begins with no compiled forward alive, so that counts are its own."""
+"""Every test here counts only its own compiled forwards."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from .support import forget_earlier_forwards
 
 
 @pytest.fixture(autouse=True)
 def nothing_captured(nothing_compiled: None) -> Iterator[None]:
-    torch._dynamo.utils.clear_compilation_metrics()
     gc.collect()
+    forget_earlier_forwards()
     yield
     gc.collect()

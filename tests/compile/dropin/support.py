@@ -21,15 +21,32 @@ def drop_in(fn: Any, *, dynamic: bool | None = None, **options: Any) -> Any:
     return torch.compile(fn, backend="sgl_piecewise", dynamic=dynamic, options=options)
 
 
+_num_earlier = 0
+
+
+def forget_earlier_forwards() -> None:
+    """Leaves out what is alive now from the counts below.
+
+    PyTorch keeps compiled code alive in which other compiled code ran.
+    """
+    global _num_earlier
+    _num_earlier = len(capture_stats())
+
+
+def stats_now() -> tuple[CallStats, ...]:
+    """Returns the statistics of this test's compiled forwards."""
+    return capture_stats()[_num_earlier:]
+
+
 def total(what: str) -> int:
     """Adds up one count of ``capture_stats`` over all compiled forwards."""
-    return sum(getattr(stats, what) for stats in capture_stats())
+    return sum(getattr(stats, what) for stats in stats_now())
 
 
 def without_graph() -> dict[str, int]:
     """Adds up why calls ran without a graph."""
     reasons: dict[str, int] = {}
-    for stats in capture_stats():
+    for stats in stats_now():
         for reason, count in stats.without_graph.items():
             reasons[reason] = reasons.get(reason, 0) + count
     return reasons
@@ -37,12 +54,12 @@ def without_graph() -> dict[str, int]:
 
 def failures() -> list[str]:
     """Lists why shapes could not be captured."""
-    return [message for stats in capture_stats() for message in stats.failures]
+    return [message for stats in stats_now() for message in stats.failures]
 
 
 def only_stats() -> CallStats:
     """Returns the statistics of the one compiled forward there is."""
-    (stats,) = capture_stats()
+    (stats,) = stats_now()
     return stats
 
 
