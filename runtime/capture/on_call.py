@@ -38,7 +38,7 @@ GRAPH_LIMIT = "max_graphs_reached"
 FAILED = "capture_failed"
 INSIDE_CAPTURE = "inside_another_capture"
 IN_USE = "called_by_its_own_marked_function"
-MOVED = "static_tensor_moved"
+MOVED = "static_input_changed"  # A parameter or buffer moved, or a marked call gets another object.
 CONFLICT = "input_shares_memory_with_a_static_tensor"
 NOT_LISTED = "not_in_capture_sizes"
 

@@ -356,7 +356,7 @@ def test_moved_tensor_is_counted_and_captured_again() -> None:
     for _ in range(5):
         assert torch.equal(compiled(X), model(X))
     stats = only_stats()
-    assert stats.without_graph["static_tensor_moved"] == 2
+    assert stats.without_graph["static_input_changed"] == 2
     assert stats.num_captures == 2
 
 
