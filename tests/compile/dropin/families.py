@@ -41,6 +41,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 16}
         | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2},
+    ),
     "falcon": (
         "FalconConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -59,6 +64,9 @@ def tiny_model(family: str, attention: str) -> Any:
     # Weights made in inference mode could not be written by users outside.
     with torch.inference_mode(False), torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if family in ("qwen3_moe", "mixtral"):
+        # The default reads token counts on the host where there is no kernel for it.
+        model.set_experts_implementation("batched_mm")
     return model.eval()
 
 
