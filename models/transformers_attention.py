@@ -87,9 +87,7 @@ def _forward(
                 f"{type(module).__name__} asks for attention with {name}, which {NAME!r} does not compute (nor does "
                 "transformers' 'sdpa'). Use attn_implementation='eager' for this model."
             )
-    return attend(
-        query, key, value, attention_mask, position_bias, module, dropout, scaling, is_causal
-    ), None
+    return attend(query, key, value, attention_mask, position_bias, module, dropout, scaling, is_causal), None
 
 
 def register_sgl_eager() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -49,9 +50,12 @@ class CallPolicy:
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
         if self.capture_sizes is not None:
-            if self.capture == "none":
-                raise ConfigError("capture_sizes is given, but capture is 'none': leave one of them out.")
             validate_capture_sizes(self.capture_sizes)
+        for one in dataclasses.fields(self):
+            if self.capture == "none" and one.name != "capture" and getattr(self, one.name) != one.default:
+                raise ConfigError(
+                    f"{one.name} is given, but capture is 'none' and nothing would use it: leave one of them out."
+                )
 
     def mode_on(self, devices: Sequence[torch.device]) -> CaptureMode | None:
         """Returns how a forward with tensors on these devices is captured, or None if it is not."""

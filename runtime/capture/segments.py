@@ -22,6 +22,8 @@ from .autocast import AutocastState
 from .boundary import BreakOutputs
 from .device import DeviceGraph, GraphPool
 
+_SCALARS = frozenset({int, float, bool, str, type(None)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSegment:
@@ -88,7 +90,7 @@ class FrozenArguments:
         if kind is dict:
             self._has_mutable = True
             return {key: self._freeze(item) for key, item in value.items()}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and not _is_all_scalars(value):
             # Objects keep their identity, so they are held, and what they hold with them.
             self.storages.update(
                 leaf.untyped_storage().data_ptr()
@@ -103,6 +105,16 @@ class FrozenArguments:
     def bind(self, fn: Callable[..., Any], receive: Callable[[Any], None]) -> Callable[[], None]:
         """Returns a callable that calls ``fn`` with these arguments and hands on its result."""
         args, kwargs = self._args, self._kwargs
+        if self._has_mutable and not kwargs:
+            changing = [index for index, value in enumerate(args) if _must_be_renewed(value)]
+
+            def call() -> None:
+                given = list(args)
+                for index in changing:
+                    given[index] = _fresh_containers(given[index])
+                receive(fn(*given))
+
+            return call
         if self._has_mutable:
             return lambda: receive(
                 fn(*_fresh_containers(args), **{k: _fresh_containers(v) for k, v in kwargs.items()})
@@ -116,6 +128,16 @@ class _Borrowed(weakref.ref[Any]):
     """An object argument that its owner keeps alive."""
 
     __slots__ = ()
+
+
+def _is_all_scalars(value: Any) -> bool:
+    """Tells quickly that a dataclass, such as a layer's description, holds nothing but numbers and strings."""
+    return all(type(getattr(value, one.name)) in _SCALARS for one in dataclasses.fields(value))
+
+
+def _must_be_renewed(value: Any) -> bool:
+    """Tells whether a frozen argument is, or may hold, what each replay gets anew."""
+    return type(value) is _Borrowed or isinstance(value, (tuple, list, dict))
 
 
 def _fresh_containers(value: Any) -> Any:

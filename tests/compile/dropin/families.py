@@ -86,7 +86,7 @@ def generate(
             positions = torch.arange(position, position + ids.shape[1])
             output = forward(
                 input_ids=ids,
-                **{"past_key_values": cache},
+                past_key_values=cache,
                 position_ids=positions.expand(2, -1),
                 use_cache=True,
             )

@@ -19,7 +19,16 @@ from sgl_piecewise.runtime.capture.emulated.device import EmulatedPool
 from sgl_piecewise.runtime.capture.recording import Recording
 from sgl_piecewise.runtime.mark_operator import num_handles
 
-from .support import assert_like_eager, assert_same, drop_in, failures, only_stats, tensors, total, without_graph
+from .support import (
+    assert_like_eager,
+    assert_same,
+    drop_in,
+    failures,
+    only_stats,
+    tensors,
+    total,
+    without_graph,
+)
 
 X = tensors((3, 4))[0]
 

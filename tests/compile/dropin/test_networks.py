@@ -73,4 +73,6 @@ def test_transformer_encoder_layer() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1).eval()
     x = torch.randn(2, 5, 8)
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    assert_like_eager(model, [((x,), {"src_key_padding_mask": mask}), ((x + 1,), {"src_key_padding_mask": mask})])
+    assert_like_eager(
+        model, [((x,), {"src_key_padding_mask": mask}), ((x + 1,), {"src_key_padding_mask": mask})]
+    )

@@ -11,7 +11,17 @@ from torch import nn
 
 from sgl_piecewise import eager_on_graph
 
-from .support import Call, assert_like_eager, assert_same, drop_in, failures, only_stats, tensors, total, without_graph
+from .support import (
+    Call,
+    assert_like_eager,
+    assert_same,
+    drop_in,
+    failures,
+    only_stats,
+    tensors,
+    total,
+    without_graph,
+)
 
 # Inductor's own imports.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -165,7 +175,18 @@ def test_view_outputs_behave_as_in_eager_until_the_next_call(program: Any) -> No
         torch.randn(3, 4, dtype=torch.float64),
         torch.randn(3, 4).bfloat16(),
     ],
-    ids=["channels_last", "strided", "offset", "expanded", "expanded_t", "step", "empty", "scalar", "f64", "bf16"],
+    ids=[
+        "channels_last",
+        "strided",
+        "offset",
+        "expanded",
+        "expanded_t",
+        "step",
+        "empty",
+        "scalar",
+        "f64",
+        "bf16",
+    ],
 )
 def test_forms_of_inputs(x: torch.Tensor) -> None:
     def fn(x: torch.Tensor) -> Any:
@@ -183,7 +204,9 @@ def test_batch_sizes_in_random_order(dynamic: bool | None) -> None:
 
 
 def test_keyword_and_none_inputs() -> None:
-    def fn(x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0, flag: bool = False) -> Any:
+    def fn(
+        x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0, flag: bool = False
+    ) -> Any:
         y = x * scale if mask is None else x * mask
         return doubled(y) if flag else y + 1
 
