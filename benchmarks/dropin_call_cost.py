@@ -183,9 +183,8 @@ def main() -> None:
         args.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{report['device']}: host time per call, microseconds (median; over Dynamo's floor)")
     for row in report["results"]:
-        print(
-            f"  {row['way']:16} {row['num_breaks']} breaks {row['host_us_median']:9.1f} {row['over_dynamo_floor_us']:+9.1f}"
-        )
+        median, over = row["host_us_median"], row["over_dynamo_floor_us"]
+        print(f"  {row['way']:16} {row['num_breaks']} breaks {median:9.1f} {over:+9.1f}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
-from sgl_piecewise.runtime import torch_private, torch_private_tracing
+from sgl_piecewise.runtime import torch_private, torch_private_tracing, tree
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch_private.is_higher_order(func):
             # What its body does to tensors is its own business.
-            written = torch.utils._pytree.tree_leaves((args, kwargs))
+            written = tree.flatten((args, kwargs))[0]
         elif torch.Tag.inplace_view in func.tags or func._schema.name in _RESHAPING:
             self.reshaped.append(args[0])
             written = [args[0]]

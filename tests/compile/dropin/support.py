@@ -21,7 +21,7 @@ def drop_in(fn: Any, *, dynamic: bool | None = None, **options: Any) -> Any:
     return torch.compile(fn, backend="sgl_piecewise", dynamic=dynamic, options=options)
 
 
-_num_earlier = 0
+_EARLIER = {"num_forwards": 0}
 
 
 def forget_earlier_forwards() -> None:
@@ -29,13 +29,12 @@ def forget_earlier_forwards() -> None:
 
     PyTorch keeps compiled code alive in which other compiled code ran.
     """
-    global _num_earlier
-    _num_earlier = len(capture_stats())
+    _EARLIER["num_forwards"] = len(capture_stats())
 
 
 def stats_now() -> tuple[CallStats, ...]:
     """Returns the statistics of this test's compiled forwards."""
-    return capture_stats()[_num_earlier:]
+    return capture_stats()[_EARLIER["num_forwards"] :]
 
 
 def total(what: str) -> int:

@@ -319,7 +319,7 @@ def test_two_threads_use_one_compiled_model() -> None:
                     # The counter moves under both threads; what it added is a whole number per call.
                     added = torch.linalg.lstsq(weight, (seen - model[1](low)).t()).solution
                     torch.testing.assert_close(added, added.round(), rtol=0, atol=0.05)
-        except BaseException as error:
+        except (AssertionError, RuntimeError) as error:
             errors.append(error)
 
     with torch.inference_mode():
@@ -339,7 +339,7 @@ def test_two_threads_use_one_compiled_model() -> None:
 def test_grad_mode_is_refused_with_what_to_do() -> None:
     with torch.inference_mode(False), torch.enable_grad():
         compiled = drop_in(nn.Linear(4, 4))
-        with pytest.raises(Exception, match="under torch.inference_mode"):
+        with pytest.raises(Exception, match=r"under torch\.inference_mode"):
             compiled(torch.ones(3, 4))
 
 
