@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
@@ -22,6 +24,8 @@ from .dropin import DropIn
 from .options import options_from
 from .piece_compilers import piece_compiler_for
 from .stitching import compile_and_stitch
+from .tracing_errors import warn_of_stopped_trace
+from .uncapturable import refusing_capture
 
 _logger = logging.getLogger(__name__)
 
@@ -57,14 +61,19 @@ def sgl_piecewise(
     typed = options_from(options)
     piece_compiler = piece_compiler_for(typed)
     _refuse_autograd(gm, example_inputs)
-    split = run_passes(gm, example_inputs, pipeline(options_text=typed.key_text()))
+    warn_of_stopped_trace(gm)
+    dump_folder = None if typed.dump_folder is None else new_dump_folder(typed.dump_folder)
+    passes = pipeline(options_text=typed.key_text(), fusions=typed.fusions, dump_folder=dump_folder)
+    split = run_passes(gm, example_inputs, passes)
     calls = [node for node in split.graph.nodes if node.op == "call_module"]
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
     _logger.info(
         "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
     )
+    findings = split.meta[FINDINGS]
     drop_in = DropIn(split, typed.call_policy())
-    return drop_in.wrap(compile_and_stitch(split, piece_compiler))
+    forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
+    return drop_in.wrap(refusing_capture(forward, findings))
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

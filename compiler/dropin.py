@@ -16,7 +16,7 @@ from sgl_piecewise.runtime import torch_private_tracing
 from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.capture.flat_inputs import InputFacts
 from sgl_piecewise.runtime.capture.on_call import OnCallCapture
-from sgl_piecewise.runtime.mark_operator import has_handle
+from sgl_piecewise.runtime.mark_handles import has_handle
 
 from .written_inputs import writes_of
 

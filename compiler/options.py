@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_piecewise.passes.fusions import FUSIONS
 from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
@@ -21,6 +22,9 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        fusions: Names of passes that change numerics, such as ``join_linears``; none unless asked.
+        dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
+            writes nothing.
         capture: Whether calls capture, and how; this and all that follows as in `CallPolicy`.
         capture_after: Calls of a shape before one captures it.
         capture_sizes: Which values of the varying size get a graph.
@@ -30,6 +34,8 @@ class CompileOptions:
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    fusions: Sequence[str] = ()
+    dump_folder: str | None = None
     capture: str = "auto"
     capture_after: int = 1
     capture_sizes: Sequence[int] | None = None
@@ -56,6 +62,14 @@ class CompileOptions:
                 "capture the compiled forward."
             )
 
+        if isinstance(self.fusions, str) or not isinstance(self.fusions, Sequence):
+            raise ConfigError(f"fusions must be a list of names, got {self.fusions!r}.")
+        for name in self.fusions:
+            if name not in FUSIONS:
+                raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
+        if self.dump_folder is not None and not isinstance(self.dump_folder, str):
+            raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
+
         self.call_policy()
 
     def call_policy(self) -> CallPolicy:
@@ -69,7 +83,8 @@ class CompileOptions:
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
-        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip()
+        fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
+        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
 
 
 def options_from(given: Mapping[str, Any] | None) -> CompileOptions:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
 
+from .openvino_pieces import compile_with_openvino
 from .options import CompileOptions
 
 PieceCompiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -56,9 +57,14 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
             )
         importlib.import_module(module)
     known = {"fx", *_EXTRAS, *torch.compiler.list_backends(exclude_tags=())} - {BACKEND_NAME}
-    backend = torch_private_tracing.registered_backend(chosen)
+    backend = torch_private_compiling.registered_backend(chosen)
     if backend is None:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
         return partial(backend, config_patches={**options.inductor_config, "triton.cudagraphs": False})
+    if chosen == "openvino":
+        return partial(compile_with_openvino, backend)
+    if chosen == "torch_tensorrt":
+        # Without this it logs that it failed and runs the piece as it is.
+        return partial(backend, options={"pass_through_build_failures": True})
     return backend

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
-from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark_operator import body_of, is_marked_call
 
@@ -23,12 +24,15 @@ from .piece_compilers import PieceCompiler, run_as_fx
 _logger = logging.getLogger(__name__)
 
 
-def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Callable[..., Any]:
+def compile_and_stitch(
+    split: GraphModule, piece_compiler: PieceCompiler, *, dump_folder: Path | None = None
+) -> Callable[..., Any]:
     """Compiles each piece once and returns the forward that calls them.
 
     Args:
         split: Pieces and marks; changed in place.
         piece_compiler: Compiles one piece.
+        dump_folder: Where the pieces were written, for the message of a failure.
 
     Returns:
         A callable with the inputs and outputs of the forward that was split.
@@ -41,7 +45,7 @@ def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Cal
     for node in split.graph.nodes:
         if node.op == "call_module" and node.target not in compiled:
             name = str(node.target)
-            compiled[name] = _compile(name, pieces[name], node, piece_compiler)
+            compiled[name] = _compile(name, pieces[name], node, piece_compiler, dump_folder)
     for node in split.graph.nodes:
         if is_marked_call(node.target):
             node.target = body_of(node.target)
@@ -56,21 +60,29 @@ def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Cal
     return forward
 
 
-def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCompiler) -> Callable[..., Any]:
+def _compile(
+    name: str, piece: GraphModule, call: Node, piece_compiler: PieceCompiler, dump_folder: Path | None
+) -> Callable[..., Any]:
     values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
-    examples = torch_private_tracing.example_inputs(values)
-    if torch_private_tracing.share_memory(examples) and _writes_inputs(piece, values):
+    examples = torch_private_compiling.example_inputs(values)
+    if torch_private_compiling.share_memory(examples) and _writes_inputs(piece, values):
         _logger.warning(
             "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
         )
         return run_as_fx(piece, examples)
+    text = str(piece.graph)  # A compiler may change the piece before it fails.
     try:
-        with torch_private_tracing.separate_compile():
+        with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
     except Exception as err:
+        where = (
+            f"its text is in {dump_folder / 'pieces'}"
+            if dump_folder is not None
+            else "options={'dump_folder': ...} writes every graph and piece as text"
+        )
         raise CompileError(
             f"The piece compiler failed on {name} ({type(err).__name__}: {err}). Run the pieces as they are with "
-            f"options={{'piece_compiler': 'fx'}}, or report it with this piece:\n{piece.graph}"
+            f"options={{'piece_compiler': 'fx'}}, or report it with this piece ({where}):\n{text}"
         ) from err
     if not callable(result):
         raise CompileError(
@@ -81,10 +93,10 @@ def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCom
 
 def _writes_inputs(piece: GraphModule, values: Sequence[Any]) -> bool:
     """Tells whether a run of the piece changes a tensor that it was given."""
-    examples = torch_private_tracing.example_inputs(values)
+    examples = torch_private_compiling.example_inputs(values)
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in tensors]
-    with torch_private_tracing.on_current_fake_mode(), torch.no_grad():
+    with torch_private_compiling.on_current_fake_mode(), torch.no_grad():
         piece(*examples)
     return [tensor._version for tensor in tensors] != before
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
-from sgl_piecewise.runtime import torch_private, torch_private_tracing, tree
+from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
 _logger = logging.getLogger(__name__)
@@ -111,13 +111,13 @@ class _Result:
         values = [
             value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args
         ]
-        examples = torch_private_tracing.example_inputs(values)
+        examples = torch_private_compiling.example_inputs(values)
         watch = _Watch()
         try:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                torch_private_tracing.on_current_fake_mode(),
+                torch_private_compiling.on_current_fake_mode(),
                 watch,
             ):
                 piece(*examples)

@@ -59,6 +59,14 @@ class MarkResultError(CompileError):
     """A marked function gave compiled code another result than tracing was told it would."""
 
 
+class BatchError(SglPiecewiseError, ValueError):
+    """A batch whose fields contradict each other, or that something was asked of that it has not."""
+
+
+class PoolError(SglPiecewiseError, RuntimeError):
+    """KV slots were used in a way that would lose or mix requests' tokens."""
+
+
 class CheckpointError(SglPiecewiseError, ValueError):
     """A checkpoint is missing, damaged, or does not fit the model."""
 

@@ -16,19 +16,12 @@ from typing import Any
 
 import torch
 
-from . import torch_private, tree
+from . import torch_private, torch_private_sizes, tree
 from . import torch_private_tracing as dynamo
 from .mark import MarkedFunction, use_capture
-from .mark_operator import (
-    SHAPE_ONLY,
-    ArgumentLeaf,
-    CallSite,
-    FreshTensor,
-    ResultLeaf,
-    handle_of,
-    operator_returning,
-    register_call_site,
-)
+from .mark_call_site import ArgumentLeaf, CallSite, FreshTensor, ResultLeaf, register_call_site
+from .mark_handles import handle_of
+from .mark_operator import SHAPE_ONLY, operator_returning
 from .object_state import unchanged_objects
 
 _BAKED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -212,7 +205,7 @@ class _Results:
         self._call = call
         examples = [dynamo.example_value(tensor) for tensor in call.tensors]
         self._examples = examples
-        self._sizes = dynamo.SizeExpressions(examples, call.symbolic_ints, call.add_symbol)
+        self._sizes = torch_private_sizes.SizeExpressions(examples, call.symbolic_ints, call.add_symbol)
 
     def run_body(self, arguments: tree.Spec) -> tree.Spec:
         """Runs the body on fake tensors and plans what it returns; returns its structure."""

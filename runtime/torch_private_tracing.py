@@ -7,15 +7,12 @@ it relies on, and knows nothing of the rest of the library; tried on 2.11 and 2.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch._dynamo import exc
-from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -31,116 +28,10 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
-from torch.utils._sympy.functions import FloorDiv
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch._guards import CompileContext
 
 from .errors import CompileError
-from .torch_private import storage_key, with_lazy_bits_of
-
-
-class SizeExpression:
-    """A size or stride as a function of a call's tensors and integers.
-
-    Args:
-        expression: Over symbols ``t<tensor>_<dimension>`` (a size), ``t<tensor>_s<dimension>`` (a stride)
-            and ``i<index>`` (an integer).
-    """
-
-    def __init__(self, expression: Any) -> None:
-        self._expression = expression
-        self._text = str(expression)
-        self._symbols = sorted(expression.free_symbols, key=str)
-
-    def value(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
-        """Returns the size for these arguments: symbolic where they are."""
-        env = {symbol: _quantity(str(symbol), tensors, ints) for symbol in self._symbols}
-        if self._expression in env:
-            return env[self._expression]
-        return sympy_interp(PythonReferenceAnalysis, env, self._expression)
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SizeExpression) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-
-def _quantity(name: str, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
-    """Returns the value of one symbol of a `SizeExpression`."""
-    if name.startswith("i"):
-        return ints[int(name[1:])]
-    tensor, _, dimension = name[1:].partition("_")
-    if dimension.startswith("s"):
-        return tensors[int(tensor)].stride(int(dimension[1:]))
-    return tensors[int(tensor)].size(int(dimension))
-
-
-class SizeExpressions:
-    """Turns symbolic sizes of a trace into `SizeExpression` over the arguments of one call.
-
-    Args:
-        tensors: The call's tensors, as the trace has them.
-        ints: The call's symbolic integers.
-        add_int: Makes a symbol of the trace one more integer of the call and returns its index, or returns
-            None if the graph does not hold it.
-    """
-
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], ints: Sequence[Any], add_int: Callable[[Any], int | None]
-    ) -> None:
-        self._known: dict[Any, Any] = {}
-        self._add_int = add_int
-        for index, number in enumerate(ints):
-            self._add(number, f"i{index}")
-        for index, tensor in enumerate(tensors):
-            for dimension, size in enumerate(tensor.shape):
-                self._add(size, f"t{index}_{dimension}")
-        for index, tensor in enumerate(tensors):
-            for dimension, stride in enumerate(tensor.stride()):
-                self._add(stride, f"t{index}_s{dimension}")
-
-    def _add(self, number: Any, name: str) -> None:
-        if isinstance(number, torch.SymInt) and not number.node.expr.is_number:
-            self._known.setdefault(number.node.expr, sympy.Symbol(name, integer=True, nonnegative=True))
-
-    def of(self, size: int | torch.SymInt) -> int | SizeExpression:
-        """Returns the size as a number or an expression.
-
-        Raises:
-            ValueError: It depends on something that is no size of an argument.
-        """
-        expression = sympy.Integer(size) if isinstance(size, int) else size.node.expr
-        if expression.is_number:
-            return int(expression)
-        if expression in self._known:
-            return SizeExpression(self._known[expression])
-        replacements = {symbol: self._solve(symbol) for symbol in expression.free_symbols}
-        return SizeExpression(expression.xreplace(replacements))
-
-    def _solve(self, symbol: Any) -> Any:
-        """Expresses one symbol of the trace by what is known, directly or from a sum or multiple of it."""
-        if symbol in self._known:
-            return self._known[symbol]
-        for expression, name in self._known.items():
-            if expression.free_symbols != {symbol}:
-                continue
-            factor = expression.coeff(symbol)
-            rest = expression - factor * symbol
-            if factor.is_Integer and factor > 0 and rest.is_Integer:
-                return (name - rest) if factor == 1 else FloorDiv(name - rest, factor)
-        index = self._add_int(symbol)
-        if index is None:
-            raise ValueError(f"{symbol} is not known when the call begins")
-        self._known[symbol] = sympy.Symbol(f"i{index}", integer=True, nonnegative=True)
-        return self._known[symbol]
-
-
-# Dynamo --------------------------------------------------------------------------------------------
+from .torch_private_compiling import data_dependence_allowed
 
 
 class TracingError(CompileError, exc.TorchRuntimeError):
@@ -360,23 +251,10 @@ def on_fake_tensors(tx: Any) -> Iterator[None]:
         preserve_rng_state(),
         mode,
         _allowing_real_inputs(mode),
-        _allowing_data_dependence(mode.shape_env),
+        data_dependence_allowed(mode.shape_env),
         mode.shape_env.ignore_fresh_unbacked_symbols(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _allowing_data_dependence(shape_env: Any) -> Iterator[None]:
-    """Lets values and sizes that only the data gives be symbols, whatever Dynamo was told to do with them."""
-    before = shape_env.settings
-    shape_env.settings = dataclasses.replace(
-        before, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-    )
-    try:
-        yield
-    finally:
-        shape_env.settings = before
 
 
 @contextlib.contextmanager
@@ -403,77 +281,7 @@ def traced_nodes(tx: Any) -> list[Any]:
     return list(tx.output.graph.nodes)
 
 
-# Compiling -----------------------------------------------------------------------------------------
-
-
-def registered_backend(name: str) -> Callable[..., Any] | None:
-    """Returns the Dynamo backend of a name, or None."""
-    try:
-        backend: Callable[..., Any] = lookup_backend(name)
-    except exc.InvalidBackend:
-        return None
-    return backend
-
-
-def _current_fake_mode() -> Any:
-    """Returns the mode that compilers called now make their fake tensors in."""
-    mode = detect_fake_mode()
-    if mode is None:
-        raise CompileError("There is no trace in progress: a backend is called by torch.compile only.")
-    return mode
-
-
-@contextlib.contextmanager
-def on_current_fake_mode() -> Iterator[None]:
-    """Runs the block on the fake tensors that compilers called now work with."""
-    with _current_fake_mode():
-        yield
-
-
-@contextlib.contextmanager
-def separate_compile() -> Iterator[None]:
-    """Lets a compiler run inside the block without touching what the trace around it keeps for its own."""
-    with tracing(TracingContext(_current_fake_mode())):
-        yield
-
-
-def example_inputs(values: Sequence[Any]) -> list[Any]:
-    """Returns inputs for a compiler that are like the trace's values, in the mode that compilers now work in.
-
-    Sizes stay symbolic, and tensors that share memory in the trace share it again. Anything but tensors is
-    passed on.
-    """
-    mode = _current_fake_mode()
-    bases: dict[int, torch.UntypedStorage] = {}
-    examples = []
-    with mode, torch.inference_mode(False), torch.no_grad():
-        for value in values:
-            if not isinstance(value, torch.Tensor):
-                examples.append(value)
-            elif value.layout is not torch.strided:
-                examples.append(mode.from_tensor(value))
-            else:
-                examples.append(_like(value, bases))
-    return examples
-
-
-def _like(value: torch.Tensor, bases: dict[int, Any]) -> torch.Tensor:
-    """Makes a tensor with the metadata of another, in the memory that its storage has in ``bases``."""
-    key = storage_key(value)
-    if key not in bases:
-        num_elements = value.untyped_storage().nbytes() // value.element_size()
-        bases[key] = torch.empty(num_elements, dtype=value.dtype, device=value.device)
-    base = bases[key]
-    if base.dtype != value.dtype:
-        base = base.view(value.dtype)
-    example = base.as_strided(value.shape, value.stride(), value.storage_offset())
-    return with_lazy_bits_of(value, example)
-
-
-def share_memory(values: Sequence[Any]) -> bool:
-    """Tells whether two of the tensors have one storage."""
-    keys = [storage_key(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
-    return len(set(keys)) < len(keys)
+# Compiling: what a backend is told -----------------------------------------------------------------
 
 
 def is_handle_input(node: Any) -> bool:

@@ -111,7 +111,7 @@ def capture(
         dynamic_dims=dynamic_dims,
         pad_values=pad_values,
     )
-    target = eager_on_graph(fn) if debug else fn
+    target = _as_one_break(fn) if debug else fn
     captured = CapturedCallable(
         target,
         inputs,
@@ -124,6 +124,16 @@ def capture(
     )
     captured.build_all(launch_segments=launch_segments, num_warm_ups=num_warm_ups, on_progress=on_progress)
     return captured
+
+
+def _as_one_break(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a whole forward. A module is called, not unwrapped: hooks belong to it."""
+
+    def whole_forward(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    whole_forward.__qualname__ = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return eager_on_graph(whole_forward)
 
 
 def _check_call(fn: Any, example_args: Any, example_kwargs: Any) -> None:

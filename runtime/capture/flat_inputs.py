@@ -134,7 +134,7 @@ class FlatInputs:
         if not targets:
             return lambda args: None
         if not all(is_dense):
-            return lambda args: torch_private.copy_all(targets, [_dense(value) for value in pick(args)])
+            return lambda args: torch_private.copy_each(targets, [_dense(value) for value in pick(args)])
         if len(targets) == 1:
             target, index = targets[0], self._copied[0]
 
@@ -142,8 +142,8 @@ class FlatInputs:
                 target.copy_(args[index])
 
             return copy_one
-        copy_all = torch_private.copy_all
-        return lambda args: copy_all(targets, pick(args))
+        copy_each = torch_private.copy_each
+        return lambda args: copy_each(targets, pick(args))
 
     def refuse_reshaped(self) -> None:
         """Call after the forward ran on the buffers.
@@ -189,7 +189,7 @@ class FlatInputs:
         if pairs:
             # Inference mode may write inference tensors and others.
             with torch.inference_mode():
-                torch_private.copy_all([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+                torch_private.copy_each([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:

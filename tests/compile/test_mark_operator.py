@@ -12,16 +12,15 @@ import torch
 from sgl_piecewise import eager_on_graph
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.errors import CompileError
-from sgl_piecewise.runtime.mark_operator import (
+from sgl_piecewise.runtime.mark_call_site import (
     ArgumentLeaf,
     CallSite,
     ResultLeaf,
-    call_marked,
     call_site,
-    handle_of,
-    num_handles,
     register_call_site,
 )
+from sgl_piecewise.runtime.mark_handles import handle_of, num_handles
+from sgl_piecewise.runtime.mark_operator import call_marked
 
 
 class Thing:

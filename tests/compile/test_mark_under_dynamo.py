@@ -14,7 +14,7 @@ import torch
 
 from sgl_piecewise import break_graph, eager_on_graph
 from sgl_piecewise.runtime.errors import CompileError, MarkResultError
-from sgl_piecewise.runtime.mark_operator import num_handles
+from sgl_piecewise.runtime.mark_handles import num_handles
 
 from .support import Traces, noted_breaks
 

@@ -17,7 +17,7 @@ from torch import nn
 from sgl_piecewise import eager_on_graph
 from sgl_piecewise.runtime.capture.emulated.device import EmulatedPool
 from sgl_piecewise.runtime.capture.recording import Recording
-from sgl_piecewise.runtime.mark_operator import num_handles
+from sgl_piecewise.runtime.mark_handles import num_handles
 
 from .support import (
     assert_like_eager,

@@ -1,0 +1,116 @@
+"""Private PyTorch APIs of symbolic sizes: sizes of results as functions of a call's arguments.
+
+As in ``torch_private`` each piece is small, says what it relies on, and knows nothing of the rest of the
+library; tried on 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+
+class SizeExpression:
+    """A size or stride as a function of a call's tensors and integers.
+
+    Args:
+        expression: Over symbols ``t<tensor>_<dimension>`` (a size), ``t<tensor>_s<dimension>`` (a stride)
+            and ``i<index>`` (an integer).
+    """
+
+    def __init__(self, expression: Any) -> None:
+        self._expression = expression
+        self._text = str(expression)
+        self._symbols = sorted(expression.free_symbols, key=str)
+
+    def value(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+        """Returns the size for these arguments: symbolic where they are."""
+        env = {symbol: _quantity(str(symbol), tensors, ints) for symbol in self._symbols}
+        if self._expression in env:
+            return env[self._expression]
+        return sympy_interp(PythonReferenceAnalysis, env, self._expression)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SizeExpression) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def _quantity(name: str, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+    """Returns the value of one symbol of a `SizeExpression`."""
+    if name.startswith("i"):
+        return ints[int(name[1:])]
+    tensor, _, dimension = name[1:].partition("_")
+    if dimension.startswith("s"):
+        return tensors[int(tensor)].stride(int(dimension[1:]))
+    return tensors[int(tensor)].size(int(dimension))
+
+
+class SizeExpressions:
+    """Turns symbolic sizes of a trace into `SizeExpression` over the arguments of one call.
+
+    Args:
+        tensors: The call's tensors, as the trace has them.
+        ints: The call's symbolic integers.
+        add_int: Makes a symbol of the trace one more integer of the call and returns its index, or returns
+            None if the graph does not hold it.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], ints: Sequence[Any], add_int: Callable[[Any], int | None]
+    ) -> None:
+        self._known: dict[Any, Any] = {}
+        self._add_int = add_int
+        for index, number in enumerate(ints):
+            self._add(number, f"i{index}")
+        for index, tensor in enumerate(tensors):
+            for dimension, size in enumerate(tensor.shape):
+                self._add(size, f"t{index}_{dimension}")
+        for index, tensor in enumerate(tensors):
+            for dimension, stride in enumerate(tensor.stride()):
+                self._add(stride, f"t{index}_s{dimension}")
+
+    def _add(self, number: Any, name: str) -> None:
+        if isinstance(number, torch.SymInt) and not number.node.expr.is_number:
+            self._known.setdefault(number.node.expr, sympy.Symbol(name, integer=True, nonnegative=True))
+
+    def of(self, size: int | torch.SymInt) -> int | SizeExpression:
+        """Returns the size as a number or an expression.
+
+        Raises:
+            ValueError: It depends on something that is no size of an argument.
+        """
+        expression = sympy.Integer(size) if isinstance(size, int) else size.node.expr
+        if expression.is_number:
+            return int(expression)
+        if expression in self._known:
+            return SizeExpression(self._known[expression])
+        replacements = {symbol: self._solve(symbol) for symbol in expression.free_symbols}
+        return SizeExpression(expression.xreplace(replacements))
+
+    def _solve(self, symbol: Any) -> Any:
+        """Expresses one symbol of the trace by what is known, directly or from a sum or multiple of it."""
+        if symbol in self._known:
+            return self._known[symbol]
+        for expression, name in self._known.items():
+            if expression.free_symbols != {symbol}:
+                continue
+            factor = expression.coeff(symbol)
+            rest = expression - factor * symbol
+            if factor.is_Integer and factor > 0 and rest.is_Integer:
+                return (name - rest) if factor == 1 else FloorDiv(name - rest, factor)
+        index = self._add_int(symbol)
+        if index is None:
+            raise ValueError(f"{symbol} is not known when the call begins")
+        self._known[symbol] = sympy.Symbol(f"i{index}", integer=True, nonnegative=True)
+        return self._known[symbol]
