@@ -20,6 +20,7 @@ from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
+from .dropin import DropIn
 from .options import options_from
 from .piece_compilers import piece_compiler_for
 from .stitching import compile_and_stitch
@@ -70,7 +71,9 @@ def sgl_piecewise(
         "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
     )
     findings = split.meta[FINDINGS]
-    return refusing_capture(compile_and_stitch(split, piece_compiler, dump_folder=dump_folder), findings)
+    drop_in = DropIn(split, typed.call_policy())
+    forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
+    return drop_in.wrap(refusing_capture(forward, findings))
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

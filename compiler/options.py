@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_piecewise.passes.fusions import FUSIONS
+from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
@@ -24,12 +25,22 @@ class CompileOptions:
         fusions: Names of passes that change numerics, such as ``join_linears``; none unless asked.
         dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
             writes nothing.
+        capture: Whether calls capture, and how; this and all that follows as in `CallPolicy`.
+        capture_after: Calls of a shape before one captures it.
+        capture_sizes: Which values of the varying size get a graph.
+        max_graphs: The most recordings of one compiled forward.
+        outputs: Whether calls return copies or views of graph memory.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     fusions: Sequence[str] = ()
     dump_folder: str | None = None
+    capture: str = "auto"
+    capture_after: int = 1
+    capture_sizes: Sequence[int] | None = None
+    max_graphs: int = 32
+    outputs: str = "copy"
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -58,6 +69,16 @@ class CompileOptions:
                 raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
         if self.dump_folder is not None and not isinstance(self.dump_folder, str):
             raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
+
+        self.call_policy()
+
+    def call_policy(self) -> CallPolicy:
+        """Returns what is captured while the compiled forward is called.
+
+        Raises:
+            ConfigError: An option that cannot be accepted.
+        """
+        return CallPolicy(**{one.name: getattr(self, one.name) for one in dataclasses.fields(CallPolicy)})
 
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""

@@ -68,6 +68,35 @@ class BuildRecord:
         return max(0.0, self.total_s - sum(self.phases_s.values()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallStats:
+    """What one compiled forward captured while it was called.
+
+    Attributes:
+        name: Which compile it is.
+        strategy: ``full`` or ``breakable``.
+        device: The graph device's name.
+        is_emulated: True where capture is imitated on a CPU.
+        num_graphs: Recordings now.
+        num_breaks: Marked calls in each.
+        num_captures: Recordings made so far.
+        num_replays: Calls that a recording served.
+        without_graph: Calls that none served, by reason.
+        failures: Why shapes could not be captured, each message once.
+    """
+
+    name: str
+    strategy: str
+    device: str
+    is_emulated: bool
+    num_graphs: int
+    num_breaks: int
+    num_captures: int
+    num_replays: int
+    without_graph: dict[str, int]
+    failures: tuple[str, ...]
+
+
 @dataclass
 class PhaseClock:
     """Adds up wall time by phase name. Phases do not nest.

@@ -3,6 +3,7 @@
 from sgl_piecewise.comparison import compare
 from sgl_piecewise.runtime.capture.breakable import BreakableCUDAGraph, BreakableCUDAGraphCapture
 from sgl_piecewise.runtime.capture.entry import capture
+from sgl_piecewise.runtime.capture.on_call import capture_stats
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "BreakableCUDAGraphCapture",
     "break_graph",
     "capture",
+    "capture_stats",
     "compare",
     "eager_on_graph",
 ]
