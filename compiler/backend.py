@@ -17,8 +17,10 @@ from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
+from sgl_piecewise.runtime.time_line import span
 
 from .options import options_from
+from .piece_builds import recorded_compiler
 from .piece_compilers import piece_compiler_for
 from .stitching import compile_and_stitch
 
@@ -54,7 +56,8 @@ def sgl_piecewise(
             "graphs; for Inductor's tuning use options={'inductor_config': {...}}."
         )
     typed = options_from(options)
-    piece_compiler = piece_compiler_for(typed)
+    with span("import piece compiler", "import"):
+        piece_compiler = recorded_compiler(piece_compiler_for(typed), typed)
     _refuse_autograd(gm, example_inputs)
     split = run_passes(gm, example_inputs, pipeline(options_text=typed.key_text()))
     calls = [node for node in split.graph.nodes if node.op == "call_module"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,13 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
+            ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    cache_folder: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -39,6 +43,7 @@ class CompileOptions:
             raise ConfigError(
                 f"inductor_config is given, but piece_compiler is {self.piece_compiler!r}: leave one of them out."
             )
+        _check_path("cache_folder", self.cache_folder)
         if self.inductor_config.get("triton.cudagraphs"):
             raise ConfigError(
                 "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "
@@ -49,6 +54,11 @@ class CompileOptions:
         """Returns what of the options decides how a piece is compiled, as text."""
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
         return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip()
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
+        raise ConfigError(f"{name} must be a path, got {value!r}.")
 
 
 def options_from(given: Mapping[str, Any] | None) -> CompileOptions:
