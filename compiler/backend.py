@@ -6,6 +6,7 @@ needs no import of ours. What it returns is a plain forward: capture does not kn
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,13 +16,15 @@ from torch.fx import GraphModule
 
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
-from sgl_piecewise.runtime.time_line import span
+from sgl_piecewise.runtime.time_line import NotedSpan, span
 
 from .options import options_from
-from .piece_builds import recorded_compiler
+from .piece_builds import num_operators, recorded_compiler
 from .piece_compilers import piece_compiler_for
+from .profiling import profile_of_backend
 from .stitching import compile_and_stitch
 
 _logger = logging.getLogger(__name__)
@@ -56,16 +59,36 @@ def sgl_piecewise(
             "graphs; for Inductor's tuning use options={'inductor_config': {...}}."
         )
     typed = options_from(options)
-    with span("import piece compiler", "import"):
-        piece_compiler = recorded_compiler(piece_compiler_for(typed), typed)
-    _refuse_autograd(gm, example_inputs)
-    split = run_passes(gm, example_inputs, pipeline(options_text=typed.key_text()))
-    calls = [node for node in split.graph.nodes if node.op == "call_module"]
+    with profile_of_backend(typed.profile):
+        with span("import piece compiler", "import"):
+            piece_compiler = recorded_compiler(piece_compiler_for(typed), typed)
+        _refuse_autograd(gm, example_inputs)
+        with span(SPLIT_SPAN, "graph passes") as noted:
+            split = run_passes(gm, example_inputs, pipeline(options_text=typed.key_text()))
+            _note_pieces(split, noted)
+        with span("link pieces", "link pieces"):
+            return compile_and_stitch(split, piece_compiler)
+
+
+def _note_pieces(split: GraphModule, noted: NotedSpan) -> None:
+    """Says what the trace was split into."""
+    calls = [str(node.target) for node in split.graph.nodes if node.op == "call_module"]
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
-    _logger.info(
-        "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
+    pieces = pieces_of(split)
+    _logger.info("%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces), num_marks)
+    if not noted.is_heard:
+        return
+    uses = collections.Counter(calls)
+    sizes = {name: num_operators(piece) for name, piece in pieces.items()}
+    noted.note(
+        num_pieces=len(calls),
+        num_distinct_pieces=len(pieces),
+        num_marked_calls=num_marks,
+        num_operators=sum(sizes[name] * count for name, count in uses.items()),
+        num_repeated_operators=sum(sizes[name] * (count - 1) for name, count in uses.items()),
+        most_uses=max(uses.values(), default=0),
+        uses=[f"{name}={count}" for name, count in uses.items()],
     )
-    return compile_and_stitch(split, piece_compiler)
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -23,11 +23,13 @@ class CompileOptions:
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
         cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
             ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
+        profile: File for the profile of this process's compiles as JSON; written anew after each.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     cache_folder: str | os.PathLike[str] | None = None
+    profile: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -44,6 +46,7 @@ class CompileOptions:
                 f"inductor_config is given, but piece_compiler is {self.piece_compiler!r}: leave one of them out."
             )
         _check_path("cache_folder", self.cache_folder)
+        _check_path("profile", self.profile)
         if self.inductor_config.get("triton.cudagraphs"):
             raise ConfigError(
                 "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.runtime import torch_private_cache, torch_private_events
+from sgl_piecewise.runtime.build_profile import PIECE_SPAN
 from sgl_piecewise.runtime.config import cache_folder
 from sgl_piecewise.runtime.records import PhaseClock, PieceBuild
 from sgl_piecewise.runtime.time_line import CONTAINER, NotedSpan, span
@@ -67,7 +68,7 @@ def _recorded(piece_compiler: PieceCompiler) -> PieceCompiler:
 
     def compile_piece(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         clock = PhaseClock()
-        with span("compile piece", "piece compiler", piece=_name_of(piece)) as noted:
+        with span(PIECE_SPAN, "piece compiler", piece=_name_of(piece)) as noted:
             result = piece_compiler(piece, example_inputs)
             _record(piece, noted, key="", cache="uncached", compile_s=clock.total_s())
         return result
@@ -90,7 +91,7 @@ class CachedCompiler:
         self._options_text = options_text
 
     def __call__(self, piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with span("compile piece", CONTAINER, piece=_name_of(piece)) as noted:
+        with span(PIECE_SPAN, CONTAINER, piece=_name_of(piece)) as noted:
             with span("piece key", "cache check"):
                 facts = environment_of(example_inputs)
                 environment, key = environment_key(facts), piece_key(piece, self._options_text)
@@ -140,7 +141,7 @@ class CachedCompiler:
         return result, "hit" if counts.num_hits else "uncached", clock.total_s()
 
     def _store(self, piece: GraphModule, environment: str, key: str, compile_s: float) -> None:
-        operators = [_operator_name(node) for node in piece.graph.nodes if not _is_input_or_output(node)]
+        operators = [_operator_name(node) for node in _operators(piece)]
         entry = CacheEntry(
             key=key,
             environment=environment,
@@ -175,11 +176,10 @@ def _record(
     cache: Literal["hit", "miss", "uncached"],
     compile_s: float,
 ) -> None:
-    num_operators = sum(not _is_input_or_output(node) for node in piece.graph.nodes)
     build = PieceBuild(
-        key=key, piece=_name_of(piece), cache=cache, compile_s=compile_s, num_operators=num_operators
+        key=key, piece=_name_of(piece), cache=cache, compile_s=compile_s, num_operators=num_operators(piece)
     )
-    noted.note(key=key, cache=cache, num_operators=num_operators)
+    noted.note(key=key, cache=cache, num_operators=build.num_operators)
     _recent.append(build)
     for builds in _watchers:
         builds.append(build)
@@ -205,8 +205,13 @@ def _name_of(piece: GraphModule) -> str:
     return type(piece).__name__
 
 
-def _is_input_or_output(node: Node) -> bool:
-    return node.op in ("placeholder", "output")
+def num_operators(piece: GraphModule) -> int:
+    """Returns how many nodes of a piece compute something."""
+    return len(_operators(piece))
+
+
+def _operators(piece: GraphModule) -> list[Node]:
+    return [node for node in piece.graph.nodes if node.op not in ("placeholder", "output")]
 
 
 def _operator_name(node: Node) -> str:

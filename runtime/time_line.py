@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 Attribute = str | int | float | bool | None | list[str]
@@ -64,9 +64,11 @@ class TimeLine:
 
     Args:
         started_s: When it began, in seconds of ``time.perf_counter``; now if None.
+        on_idle: Called when the last open span has ended.
     """
 
-    def __init__(self, started_s: float | None = None) -> None:
+    def __init__(self, started_s: float | None = None, on_idle: Callable[[], None] | None = None) -> None:
+        self._on_idle = on_idle
         self._started_s = time.perf_counter() if started_s is None else started_s
         self._thread = threading.get_ident()
         self._spans: list[_OpenSpan] = []
@@ -110,7 +112,9 @@ class TimeLine:
             innermost = self._open.pop()
             self._spans[innermost].end_s = now_s
             if innermost == index:
-                return
+                break
+        if not self._open and self._on_idle is not None:
+            self._on_idle()
 
     def note(self, index: int | None, attributes: Mapping[str, Attribute]) -> None:
         """Adds attributes to a span, open or not."""
@@ -183,14 +187,24 @@ def listening() -> tuple[TimeLine, ...]:
     return _lines.get()
 
 
+def start_listening(line: TimeLine) -> None:
+    """Puts the spans of this context on a time line from now on, besides those that hear them already."""
+    _lines.set((*_lines.get(), line))
+
+
+def stop_listening(line: TimeLine) -> None:
+    """Undoes `start_listening`."""
+    _lines.set(tuple(other for other in _lines.get() if other is not line))
+
+
 @contextlib.contextmanager
 def listen(line: TimeLine) -> Iterator[TimeLine]:
     """Puts the spans of the block on a time line, besides those that hear them already."""
-    token = _lines.set((*_lines.get(), line))
+    start_listening(line)
     try:
         yield line
     finally:
-        _lines.reset(token)
+        stop_listening(line)
 
 
 @contextlib.contextmanager

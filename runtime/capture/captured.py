@@ -251,11 +251,11 @@ class CapturedCallable:
         error: str | None = None
         launched = bool(launch_segments)
         try:
-            with clock.phase("warm_up"):
+            with clock.phase("warm_up", size=size):
                 marks = self._warm_up(size, num_warm_ups)
             launched = self._needs_launching(marks) if launch_segments is None else launch_segments
             used, reserved = device.used_bytes(), device.allocator_reserved_bytes()
-            with clock.phase("capture"):
+            with clock.phase("capture", size=size):
                 recording = self._capture(key, launched)
             self.recordings[key] = self._by_size[size] = recording
         except torch.OutOfMemoryError as out_of_memory:
