@@ -133,7 +133,7 @@ class CachedCompiler:
         self, piece: GraphModule, example_inputs: Sequence[Any]
     ) -> tuple[Callable[..., Any], Literal["hit", "miss", "uncached"], float]:
         before, clock = torch_private_cache.cache_counts(), PhaseClock()
-        with span("inductor", "inductor front end"):
+        with span("inductor", CONTAINER):
             result = self._compile(piece, example_inputs)
         counts = torch_private_cache.cache_counts().since(before)
         if counts.num_misses:
@@ -157,7 +157,7 @@ class CachedCompiler:
             _logger.warning("Piece %s was compiled and could not be put into the cache: %s", key, err)
 
     def _probe_host(self, environment: str, example_inputs: Sequence[Any]) -> None:
-        """Inductor asks once a process, and would else keep the answer in some piece's folder."""
+        """Inductor asks once a process, also to load a library, and would else keep it in some piece's folder."""
         if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in example_inputs):
             _probe_host_once(self._cache.host_folder(environment))
 
@@ -196,7 +196,7 @@ def _noted_kernels(noted: NotedSpan) -> Iterator[None]:
     def hear(code: str) -> None:
         names.update(dict.fromkeys(compiled or library for compiled, library in _KERNEL.findall(code)))
 
-    with torch_private_events.generated_code_goes_to(hear):
+    with torch_private_events.inductor_heard(hear):
         yield
     noted.note(kernels=list(names))
 

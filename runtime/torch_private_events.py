@@ -8,6 +8,7 @@ knows nothing of the rest of the library; tried on 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .time_line import CONTAINER, INHERITED, Attribute, TimeLine, listening
+from .time_line import CONTAINER, INHERITED, Attribute, TimeLine, listening, span
 
 # Which named work an event's own time counts as, by name or its beginning. An event that is not here counts as
 # the named work around it, or under its own name.
@@ -147,19 +148,51 @@ def add_events_in_progress(line: TimeLine, began_s: float) -> None:
 
 
 @contextlib.contextmanager
-def generated_code_goes_to(hear: Callable[[str], None]) -> Iterator[None]:
-    """Calls a function with the source of every wrapper that Inductor generates or finds during the block."""
-    from torch._inductor.graph import GraphLowering
+def inductor_heard(hear_code: Callable[[str], None]) -> Iterator[None]:
+    """Names the steps of Inductor's caches, which PyTorch does not, and tells of the code that comes out.
+
+    Args:
+        hear_code: Called with the source of every wrapper that Inductor generates or finds during the block.
+    """
+    with span("import inductor", "import"):
+        from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+        from torch._inductor.codecache import FxGraphCache
+        from torch._inductor.graph import GraphLowering
 
     before = GraphLowering.save_output_code
 
     def save(code: str) -> None:
-        hear(code)
+        hear_code(code)
         if before is not None:
             before(code)
 
-    GraphLowering.save_output_code = save
+    with contextlib.ExitStack() as patched:
+        for owner, name, phase in (
+            (AOTAutogradCache, "try_load", "cache check"),
+            (AOTAutogradCache, "save", "cache write"),
+            (FxGraphCache, "prepare_key", "cache check"),
+            (FxGraphCache, "_save_graph", "cache write"),
+        ):
+            patched.enter_context(_named_step(owner, name, phase))
+        GraphLowering.save_output_code = save
+        try:
+            yield
+        finally:
+            GraphLowering.save_output_code = before
+
+
+@contextlib.contextmanager
+def _named_step(owner: type, name: str, phase: str) -> Iterator[None]:
+    """Makes a span of each call of a static method."""
+    original = owner.__dict__[name]
+
+    @functools.wraps(original.__func__)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with span(f"{owner.__name__}.{name}", phase):
+            return original.__func__(*args, **kwargs)
+
+    setattr(owner, name, staticmethod(call))
     try:
         yield
     finally:
-        GraphLowering.save_output_code = before
+        setattr(owner, name, original)
