@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 from sgl_piecewise.runtime.time_line import NotedSpan, span
 
-from .options import options_from
+from .layer_runner import layer_runner_for
+from .layer_tracing import is_layer_call
+from .options import CompileOptions, options_from
 from .piece_builds import num_operators, recorded_compiler
 from .piece_compilers import piece_compiler_for
 from .profiling import profile_of_backend
 from .stitching import compile_and_stitch
+from .traced_function import current_counts
 
 _logger = logging.getLogger(__name__)
 
@@ -58,32 +62,59 @@ def sgl_piecewise(
             f"Backend 'sgl_piecewise' has no modes (got mode={mode!r}). Capture the compiled forward for CUDA "
             "graphs; for Inductor's tuning use options={'inductor_config': {...}}."
         )
-    typed = options_from(options)
-    with profile_of_backend(typed.profile):
+    return compile_graph(gm, example_inputs, options_from(options))
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: CompileOptions
+) -> Callable[..., Any]:
+    """Compiles one traced forward or layer.
+
+    Args:
+        gm: What Dynamo traced.
+        example_inputs: What it was traced with.
+        options: How.
+
+    Returns:
+        A callable with the inputs and outputs of ``gm``; shared layers that it calls are compiled when first run.
+
+    Raises:
+        PieceCompilerUnavailable: The piece compiler is not installed.
+        ConfigError: There is no such piece compiler.
+        CompileError: Autograd records, or a piece cannot be split off or compiled.
+    """
+    with profile_of_backend(options.profile):
         with span("import piece compiler", "import"):
-            piece_compiler = recorded_compiler(piece_compiler_for(typed), typed)
+            piece_compiler = recorded_compiler(piece_compiler_for(options), options)
         _refuse_autograd(gm, example_inputs)
         with span(SPLIT_SPAN, "graph passes") as noted:
-            split = run_passes(gm, example_inputs, pipeline(options_text=typed.key_text()))
-            _note_pieces(split, noted)
+            split = run_passes(gm, example_inputs, pipeline(options_text=options.key_text()))
+        _count_pieces(split, noted)
+        has_layers = any(is_layer_call(node) for node in split.graph.nodes)
         with span("link pieces", "link pieces"):
-            return compile_and_stitch(split, piece_compiler)
+            forward = compile_and_stitch(split, piece_compiler)
+        return (
+            layer_runner_for(partial(compile_graph, options=options)).around(forward) if has_layers else forward
+        )
 
 
-def _note_pieces(split: GraphModule, noted: NotedSpan) -> None:
+def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:
     """Says what the trace was split into."""
-    calls = [str(node.target) for node in split.graph.nodes if node.op == "call_module"]
+    uses = collections.Counter(str(node.target) for node in split.graph.nodes if node.op == "call_module")
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
-    pieces = pieces_of(split)
-    _logger.info("%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces), num_marks)
+    num_pieces, num_distinct = sum(uses.values()), len(pieces_of(split))
+    _logger.info("%d pieces, %d of them distinct, around %d marked calls", num_pieces, num_distinct, num_marks)
+    counts = current_counts()
+    counts.num_pieces += num_pieces
+    counts.num_compiled_pieces += num_distinct
     if not noted.is_heard:
         return
-    uses = collections.Counter(calls)
-    sizes = {name: num_operators(piece) for name, piece in pieces.items()}
+    sizes = {name: num_operators(piece) for name, piece in pieces_of(split).items()}
     noted.note(
-        num_pieces=len(calls),
-        num_distinct_pieces=len(pieces),
-        num_marked_calls=num_marks,
+        num_pieces=num_pieces,
+        num_distinct_pieces=num_distinct,
+        num_marked_calls=num_marks - sum(is_layer_call(node) for node in split.graph.nodes),
+        num_layer_calls=sum(is_layer_call(node) for node in split.graph.nodes),
         num_operators=sum(sizes[name] * count for name, count in uses.items()),
         num_repeated_operators=sum(sizes[name] * (count - 1) for name, count in uses.items()),
         most_uses=max(uses.values(), default=0),

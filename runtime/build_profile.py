@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ class ProfiledTrace:
         num_pieces: Pieces between marked calls.
         num_distinct_pieces: Pieces that were compiled.
         num_marked_calls: Marked calls.
+        num_layer_calls: Calls of shared layers, whose traces are others.
         most_uses: How often the piece that repeats most is used: equal layers that were traced one by one.
     """
 
@@ -55,6 +57,7 @@ class ProfiledTrace:
     num_pieces: int
     num_distinct_pieces: int
     num_marked_calls: int
+    num_layer_calls: int
     most_uses: int
 
     @property
@@ -212,6 +215,7 @@ def _traces(spans: list[Span]) -> tuple[ProfiledTrace, ...]:
                 num_pieces=_sum(splits, "num_pieces"),
                 num_distinct_pieces=_sum(splits, "num_distinct_pieces"),
                 num_marked_calls=_sum(splits, "num_marked_calls"),
+                num_layer_calls=_sum(splits, "num_layer_calls"),
                 most_uses=max((_int(split, "most_uses") for split in splits), default=0),
             )
         )
@@ -316,7 +320,7 @@ def _versions() -> dict[str, str]:
 
 def check_profile_path(path: Path) -> None:
     """Raises ConfigError where a profile could not be written, before anything is built."""
-    if path.is_dir() or not path.parent.is_dir():
+    if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(
             f"The profile cannot be written to {path}: "
             + ("that is a folder." if path.is_dir() else f"there is no folder {path.parent}. Make it first.")
@@ -349,7 +353,7 @@ def heard_build(what: str) -> Iterator[TimeLine]:
 
 
 @contextlib.contextmanager
-def profiled(path: Path | None, what: str, **facts: str) -> Iterator[None]:
+def profiled(path: str | os.PathLike[str] | None, what: str, **facts: str) -> Iterator[dict[str, str]]:
     """Writes the profile of the block to a file, where one is given and the block ends well.
 
     Args:
@@ -357,13 +361,16 @@ def profiled(path: Path | None, what: str, **facts: str) -> Iterator[None]:
         what: Name of the span around the block.
         **facts: What a reader needs to know beside.
 
+    Yields:
+        The facts, for more that are known later.
+
     Raises:
         ConfigError: The file cannot be written.
     """
     if path is None:
-        yield
+        yield facts
         return
-    check_profile_path(path)
+    check_profile_path(Path(path))
     with heard_build(what) as line:
-        yield
-    write_profile(profile_of([line], facts), path)
+        yield facts
+    write_profile(profile_of([line], facts), Path(path))

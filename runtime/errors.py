@@ -59,6 +59,10 @@ class MarkResultError(CompileError):
     """A marked function gave compiled code another result than tracing was told it would."""
 
 
+class RecompileError(CompileError):
+    """A frozen forward was called as it was never compiled for."""
+
+
 class CheckpointError(SglPiecewiseError, ValueError):
     """A checkpoint is missing, damaged, or does not fit the model."""
 

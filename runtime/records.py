@@ -121,3 +121,33 @@ class PhaseClock:
     def total_s(self) -> float:
         """Returns wall seconds since the clock was made."""
         return time.perf_counter() - self.started_s
+
+
+@dataclass
+class LapClock:
+    """Adds up wall time by phase where phases nest: every moment belongs to the innermost one.
+
+    Attributes:
+        phases_s: Wall seconds so far by phase.
+    """
+
+    phases_s: dict[str, float] = field(default_factory=dict)
+    _phase: str | None = None
+    _since_s: float = field(default_factory=time.perf_counter)
+
+    def enter(self, phase: str | None) -> str | None:
+        """Lets the time from now on count as ``phase``, as nothing if None; returns the phase before."""
+        now_s, before = time.perf_counter(), self._phase
+        if before is not None:
+            self.phases_s[before] = self.phases_s.get(before, 0.0) + now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
+        return before
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attributes the block's wall time to ``name``, but for phases inside it."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)

@@ -140,6 +140,11 @@ class CapturedCallable:
             index for index in inputs if any(share_bytes(values[index], output) for output in outputs)
         )
 
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function that was captured; calls without a graph run it."""
+        return self._fn
+
     def padded_size(self, num_real: int) -> int | None:
         """Returns the capture size that serves ``num_real``, or None if none is large enough."""
         return padded_size(num_real, self._sizes) if self._sizes else None

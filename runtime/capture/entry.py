@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -109,7 +108,7 @@ def capture(
     refuse_history((example_args, kwargs), "an argument")
     refuse_history(list(module.parameters()) if module is not None else [], "a parameter of the module")
     with profiled(
-        None if profile is None else Path(profile),
+        profile,
         "build",
         strategy="debug" if debug else strategy,
         device=graph_device.name,
