@@ -24,6 +24,7 @@ from .torch_private_events import events_to_time_lines
 SCHEMA = "sgl-piecewise.build-profile"
 SCHEMA_VERSION = 1
 
+BUILD_SPAN = "build"
 TRACE_SPAN = "dynamo"
 PIECE_SPAN = "compile piece"
 SPLIT_SPAN = "split"
@@ -138,6 +139,11 @@ class BuildProfile:
     def attributed_share(self) -> float:
         """The part of the wall time that named work has, from 0 to 1."""
         return 1.0 - self.unattributed_s / self.total_s if self.total_s else 1.0
+
+    @property
+    def ready_s(self) -> float:
+        """Wall seconds from the call to ready, without the first replays."""
+        return self.total_s - sum(size.first_replay_s or 0.0 for size in self.sizes)
 
     @property
     def compile_s(self) -> float:
