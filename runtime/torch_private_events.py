@@ -32,7 +32,7 @@ _PHASES: tuple[tuple[str, str | None], ...] = (
     (r"create_aot_dispatcher|aot_|compile_fx\.<locals>", "aot autograd"),
     (r"inductor_compile|fx_codegen_and_compile|additional_fake|GraphLowering\.run", "inductor lowering"),
     (r"GraphLowering\.|code_gen|Scheduler|generate_kernel|PythonWrapper|CppWrapper", "inductor code generation"),
-    (r"benchmark|.*autotun|select_algorithm|coordinate_descent|collective_compute", "autotune"),
+    (r".*(benchmark|autotun|coordinate_descent)|select_algorithm|collective_compute", "autotune"),
     (r"compile_file|async_compile|triton_compile|CachingAutotuner|StaticAutotuner|aoti", "kernel compile"),
     (r"PyCodeCache|reload_kernel", "kernel load"),
     (r"AOTAutogradCache|TritonBundler\.(load|read)|CompiledArtifact.load", "cache load"),
