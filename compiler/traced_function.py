@@ -21,16 +21,13 @@ import torch
 
 from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.errors import CompileError, RecompileError, SglPiecewiseError
-from sgl_piecewise.runtime.records import LapClock
+from sgl_piecewise.runtime.records import COMPILE_PIECES, FIRST_RUN, TRACE, LapClock
 from sgl_piecewise.runtime.time_line import span
 
 _logger = logging.getLogger(__name__)
 
 OnRecompile = Literal["error", "eager"]
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-
-# Phases of a compile: Dynamo; passes and piece compilers; the run that it was made for.
-TRACE, COMPILE_PIECES, FIRST_RUN = "trace", "compile_pieces", "first_run"
 
 # As many compiles of one function as Dynamo makes before it gives up.
 _MANY_TRACES = 8

@@ -15,6 +15,11 @@ from typing import Literal
 
 from .time_line import Attribute, span
 
+TRACE, COMPILE_PIECES, FIRST_RUN = "trace", "compile_pieces", "first_run"
+"""Phases of a compile: Dynamo; passes and piece compilers; the run that it was made for."""
+
+COMPILE_PHASES = (TRACE, COMPILE_PIECES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SizeBuild:
@@ -52,7 +57,8 @@ class BuildRecord:
         is_emulated: True where the times say nothing about a GPU.
         segments_launched: Whether closed segments ran while capturing (of the size built last).
         total_s: Wall seconds from the call to all sizes ready.
-        phases_s: Wall seconds by phase: ``warm_up``, ``capture``, ``learn_output_shapes``,
+        phases_s: Wall seconds by phase: ``trace`` (Dynamo), ``compile_pieces`` (passes and piece compilers) and
+            ``first_run`` where something is compiled; ``warm_up``, ``capture``, ``learn_output_shapes``,
             ``wait_for_device``. A phase is named work; what is in none is ``unattributed_s``.
         sizes: One entry per capture size, in the order captured (largest first).
     """
@@ -64,6 +70,12 @@ class BuildRecord:
     total_s: float
     phases_s: dict[str, float]
     sizes: tuple[SizeBuild, ...]
+
+    @property
+    def compile_share(self) -> float:
+        """Part of the build that went into tracing and compiling."""
+        compile_s = sum(self.phases_s.get(phase, 0.0) for phase in COMPILE_PHASES)
+        return compile_s / self.total_s if self.total_s else 0.0
 
     @property
     def unattributed_s(self) -> float:

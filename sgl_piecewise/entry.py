@@ -69,14 +69,17 @@ def capture(
         return capture_plain(fn, example_args, example_kwargs, **options)
     refuse_nested_capture()
     cell = cell_name(compile, options.get("strategy", "breakable"))
+    report = options.get("on_progress") or (lambda phase, done, total: None)
     with profiled(options.pop("profile", None), "build", strategy=cell) as facts:
         with span("import compiler", "import"):
             compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
         args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
+        report("compile", 0, 1)
         with compiled.trusting():
-            _trace_for_all_sizes(
+            trace_for_all_sizes(
                 compiled, args, kwargs, options.get("capture_sizes"), options.get("dynamic_dims")
             )
+            report("compile", 1, 1)
             captured = capture_plain(compiled, example_args, example_kwargs, **options)
         facts.update(device=captured.pool.device.name, emulated=str(captured.pool.device.is_emulated))
     if on_recompile is not None:
@@ -110,14 +113,25 @@ def compiled_forward(
     )
 
 
-def _trace_for_all_sizes(
+def trace_for_all_sizes(
     compiled: CompiledForward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     capture_sizes: Sequence[int] | None,
     dynamic_dims: Mapping[str, int] | None,
 ) -> None:
-    """Traces with the example at a size that is equal to no other dimension, where sizes vary at all."""
+    """Traces and compiles at a size that is equal to no other dimension, where sizes vary at all.
+
+    Args:
+        compiled: What is traced.
+        args: Positional arguments at the largest size, as calls will pass them.
+        kwargs: Keyword arguments likewise.
+        capture_sizes: Ascending; None where all shapes are fixed.
+        dynamic_dims: As for `capture`.
+
+    Raises:
+        CompileError: It cannot be traced in one graph, or bakes its size in.
+    """
     from sgl_piecewise.compiler.trace_size import sizes_in_use, trace_size
 
     if capture_sizes is None:
