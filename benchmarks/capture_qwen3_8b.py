@@ -245,33 +245,49 @@ def check_values(arms: dict[str, Any], forward: Any, vocab: int, sizes: tuple[in
 
 
 def measure_replays(arms: dict[str, Any], vocab: int) -> dict[str, Any]:
-    """Times every arm at several sizes, interleaved in rounds, by device events."""
+    """Times every arm at several sizes, interleaved in rounds, by device events.
+
+    ``NAME.replay`` is the replay alone, its inputs being in place; ``NAME`` is a call, inputs copied in.
+    """
     report: dict[str, Any] = {}
+    callers = dict(arms)
     for size in REPLAY_SIZES:
         batches = [torch.randint(0, vocab, (size,), device="cuda") for _ in range(4)]
         positions = torch.arange(size, device="cuda")
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for arm in arms.values():
+        for name in ("breakable", "breakable_cuda_graphs"):
+            if name in arms:
+                callers[f"{name}.replay"] = _bare_replay(arms[name], size)
+        times: dict[str, list[float]] = {name: [] for name in callers}
+        for call in callers.values():
             for ids in batches[:2]:
-                arm(ids, positions)
+                call(ids, positions)
         rounds = NUM_REPLAY_ROUNDS if size <= 1024 else NUM_REPLAY_ROUNDS // 2
         for index in range(rounds):
             ids = batches[index % len(batches)]
-            for name in random.sample(list(arms), len(arms)):
+            for name in random.sample(list(callers), len(callers)):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                arms[name](ids, positions)
+                callers[name](ids, positions)
                 end.record()
                 end.synchronize()
                 times[name].append(begin.elapsed_time(end))
         entry: dict[str, Any] = {name: median_interval(values) for name, values in times.items()}
         for name, own in times.items():
-            for base in ("full", "breakable_cuda_graphs", "eager"):
+            for base in ("full", "breakable_cuda_graphs", "breakable_cuda_graphs.replay", "eager"):
                 if base in times and base != name:
                     ratios = [a / b for a, b in zip(own, times[base], strict=True)]
                     entry[name][f"ratio_to_{base}"] = median_interval(ratios)
         report[str(size)] = entry
     return report
+
+
+def _bare_replay(arm: Any, size: int) -> Callable[..., None]:
+    replay = (
+        arm.recordings[ShapeKey(size=size)].replay
+        if isinstance(arm, CapturedCallable)
+        else functools.partial(arm.replay, size)
+    )
+    return lambda ids, positions: replay()
 
 
 def measure_break_cost(captured: CapturedCallable, full: CapturedCallable) -> dict[str, Any]:
@@ -472,7 +488,12 @@ def other_package(subject: Subject, attention: CausalAttention) -> Callable[[], 
 
 
 def measure(
-    subject: Subject, attention: CausalAttention, report: dict[str, Any], save: Callable[[], None]
+    subject: Subject,
+    attention: CausalAttention,
+    report: dict[str, Any],
+    save: Callable[[], None],
+    *,
+    with_builds: bool,
 ) -> set[str]:
     """Fills the report, memory first, since builds leave memory with the process; returns wrong arms."""
     other = other_package(subject, attention)
@@ -499,8 +520,9 @@ def measure(
     save()
     for arm in arms.values():
         arm.reset()
-    report["build"] = measure_builds(subject, other)
-    save()
+    if with_builds:
+        report["build"] = measure_builds(subject, other)
+        save()
     return wrong
 
 
@@ -508,7 +530,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--copies-in-graphs", action="store_true")
+    parser.add_argument("--copies-between-graphs", action="store_true")
+    parser.add_argument("--no-builds", action="store_true", help="leave out the rounds of builds")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     random.seed(3)
@@ -523,7 +546,7 @@ def main() -> int:
             "python": platform.python_version(),
         },
         "model": arguments.model,
-        "copies_in_graphs": arguments.copies_in_graphs,
+        "copies_in_graphs": not arguments.copies_between_graphs,
         "floors": floors(),
     }
     settle()
@@ -533,11 +556,11 @@ def main() -> int:
         name = list(report)[-1]
         print(f"== {name}\n{json.dumps(report[name], indent=1)}", flush=True)
 
-    device = CudaDevice(sets_copy_sources=arguments.copies_in_graphs)
+    device = CudaDevice(sets_copy_sources=not arguments.copies_between_graphs)
     subject = load_subject(arguments.model, arguments.layers, device)
     attention = CausalAttention()
     with use_forward_context(ForwardContext(attention=attention)):
-        wrong = measure(subject, attention, report, save)
+        wrong = measure(subject, attention, report, save, with_builds=not arguments.no_builds)
     query = [
         "nvidia-smi",
         "--query-gpu=clocks.sm,clocks.mem,driver_version,power.draw",

@@ -94,7 +94,9 @@ def compile_graph(
         with span("link pieces", "link pieces"):
             forward = compile_and_stitch(split, piece_compiler)
         return (
-            layer_runner_for(partial(compile_graph, options=options)).around(forward) if has_layers else forward
+            layer_runner_for(partial(compile_graph, options=options)).around(forward)
+            if has_layers
+            else forward
         )
 
 
@@ -103,7 +105,9 @@ def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:
     uses = collections.Counter(str(node.target) for node in split.graph.nodes if node.op == "call_module")
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
     num_pieces, num_distinct = sum(uses.values()), len(pieces_of(split))
-    _logger.info("%d pieces, %d of them distinct, around %d marked calls", num_pieces, num_distinct, num_marks)
+    _logger.info(
+        "%d pieces, %d of them distinct, around %d marked calls", num_pieces, num_distinct, num_marks
+    )
     counts = current_counts()
     counts.num_pieces += num_pieces
     counts.num_compiled_pieces += num_distinct

@@ -152,7 +152,12 @@ class CompileCache:
         folder = self.folder_of(entry.environment, entry.key)
         files = {name: _digest_of(folder / name) for name in _listed_files(folder)}
         content = {**asdict(entry), "files": files}
-        document = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "checksum": _checksum(content), **content}
+        document = {
+            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            "checksum": _checksum(content),
+            **content,
+        }
         _write_atomically(folder / _ENTRY, json.dumps(document, indent=1))
 
     def pieces(self) -> list[StoredPiece]:

@@ -287,7 +287,9 @@ def _sizes(spans: list[Span]) -> tuple[ProfiledSize, ...]:
         if one.name in (WARM_UP_SPAN, CAPTURE_SPAN, REPLAY_SPAN) and "size" in one.attributes:
             size = one.attributes["size"]
             compiled_s = sum(
-                spans[number].duration_s for number in _inside(spans, index) if spans[number].name == TRACE_SPAN
+                spans[number].duration_s
+                for number in _inside(spans, index)
+                if spans[number].name == TRACE_SPAN
             )
             times = found.setdefault(size if isinstance(size, int) else None, {})
             times[one.name] = times.get(one.name, 0.0) + one.duration_s - compiled_s

@@ -94,6 +94,13 @@ class MarkedFunction:
                 f"eager_on_graph cannot mark the class {fn.__qualname__}: that would be a break where one is made. "
                 "Mark the method that should stay outside graphs, for a module its forward."
             )
+        if isinstance(fn, torch.nn.Module):
+            kind = type(fn).__qualname__
+            raise ConfigError(
+                f"eager_on_graph cannot mark an instance of {kind}: a mark is no module, and its parent would lose "
+                f"the parameters. Mark the class's forward, or this one's: module.forward = "
+                "eager_on_graph(module.forward)."
+            )
         for label, value in (("the marked object", fn), ("fake", fake), ("capture_stub", capture_stub)):
             if value is not None and not callable(value):
                 raise ConfigError(f"eager_on_graph: {label} must be callable, got {type(value).__name__}.")

@@ -101,7 +101,11 @@ class TimeLine:
         return self._open[-1]
 
     def end(
-        self, index: int | None, attributes: Mapping[str, Attribute] | None = None, *, at_s: float | None = None
+        self,
+        index: int | None,
+        attributes: Mapping[str, Attribute] | None = None,
+        *,
+        at_s: float | None = None,
     ) -> None:
         """Closes a span, and what is still open inside it."""
         if index is None or index not in self._open:
@@ -179,7 +183,9 @@ class NotedSpan:
 
 
 _NOBODY_LISTENS = NotedSpan(())
-_lines: contextvars.ContextVar[tuple[TimeLine, ...]] = contextvars.ContextVar("sgl_piecewise_time_lines", default=())
+_lines: contextvars.ContextVar[tuple[TimeLine, ...]] = contextvars.ContextVar(
+    "sgl_piecewise_time_lines", default=()
+)
 
 
 def listening() -> tuple[TimeLine, ...]:

@@ -31,7 +31,10 @@ _PHASES: tuple[tuple[str, str | None], ...] = (
     (r"_recursive_(pre|joint|post)_grad|_recursive_joint_graph|pass\.", "graph passes of inductor"),
     (r"create_aot_dispatcher|aot_|compile_fx\.<locals>", "aot autograd"),
     (r"inductor_compile|fx_codegen_and_compile|additional_fake|GraphLowering\.run", "inductor lowering"),
-    (r"GraphLowering\.|code_gen|Scheduler|generate_kernel|PythonWrapper|CppWrapper", "inductor code generation"),
+    (
+        r"GraphLowering\.|code_gen|Scheduler|generate_kernel|PythonWrapper|CppWrapper",
+        "inductor code generation",
+    ),
     (r".*(benchmark|autotun|coordinate_descent)|select_algorithm|collective_compute", "autotune"),
     (r"compile_file|async_compile|triton_compile|CachingAutotuner|StaticAutotuner|aoti", "kernel compile"),
     (r"PyCodeCache|reload_kernel", "kernel load"),

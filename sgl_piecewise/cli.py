@@ -6,6 +6,7 @@ be met; 130 interrupted. Errors of ours are one message without a traceback.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from sgl_piecewise.models.loading import DEFAULT_MODEL
 
-from .cli_profile import cache, profile
+from . import cli_profile
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
@@ -47,6 +48,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(importlib.metadata.version("sgl-piecewise"))
+        raise typer.Exit
+
+
+@app.callback()
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Keeps commands named, however few there are."""
+
+
 @app.command()
 def compare(
     model: Annotated[
@@ -75,6 +92,9 @@ def compare(
         Path | None, typer.Option(help="A UTF-8 text to run on. Default: one that ships.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the whole report to this file.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Also write the profile of the builds to this file.")
+    ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -110,8 +130,9 @@ def compare(
             launch_segments=launch_segments,
             seed=seed,
         )
-        if json is not None:
-            check_can_write(json)
+        for path in (json, profile):
+            if path is not None:
+                check_can_write(path)
         request = ModelRequest(
             name=model,
             device=torch_device,
@@ -125,7 +146,7 @@ def compare(
             command=("sgl-piecewise", *sys.argv[1:]),
         )
         with progress_bar() as on_progress:
-            report = compare_language_model(request, options, on_progress)
+            report = compare_language_model(request, options, on_progress, profile)
         if json is not None:
             write_report(report, json)
             Console(stderr=True).print(Text(f"Wrote {json}"))
@@ -134,8 +155,8 @@ def compare(
         raise typer.Exit(EXIT_WRONG)
 
 
-app.command()(profile)
-app.command()(cache)
+app.command()(cli_profile.profile)
+app.command()(cli_profile.cache)
 
 
 def main() -> None:

@@ -55,7 +55,8 @@ def profile(
     cold_and_warm: Annotated[
         bool,
         typer.Option(
-            "--cold-and-warm", help="Build twice in fresh processes: on an empty cache, then on the filled one."
+            "--cold-and-warm",
+            help="Build twice in fresh processes: on an empty cache, then on the filled one.",
         ),
     ] = False,
     cache_folder: Annotated[
@@ -83,14 +84,18 @@ def profile(
             if path is not None:
                 check_can_write(path)
         if read and cold_and_warm:
-            raise ConfigError("--read shows profiles that there are, --cold-and-warm makes two: give one of them.")
+            raise ConfigError(
+                "--read shows profiles that there are, --cold-and-warm makes two: give one of them."
+            )
         torch_device = resolve_device(device)
         request = ProfileRequest(
             model=model,
             strategy=strategy,
             device=torch_device,
             dtype=resolve_dtype(dtype, torch_device),
-            capture_sizes=default_sizes(torch_device) if capture_sizes is None else parse_sizes(capture_sizes),
+            capture_sizes=default_sizes(torch_device)
+            if capture_sizes is None
+            else parse_sizes(capture_sizes),
             cache_folder=cache_folder,
             shares_layers=share_layers,
             num_layers=layers,
@@ -154,7 +159,9 @@ def cache(
     console = Console()
     if clear:
         freed = store.clear()
-        console.print(Text(f"Deleted {counted(len(pieces), 'piece')}, {in_words_bytes(freed)}, from {store.folder}"))
+        console.print(
+            Text(f"Deleted {counted(len(pieces), 'piece')}, {in_words_bytes(freed)}, from {store.folder}")
+        )
         return
     console.print(Text(f"{counted(len(pieces), 'piece')}, {in_words_bytes(num_bytes)}, in {store.folder}"))
     if pieces:

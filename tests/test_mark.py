@@ -254,3 +254,9 @@ def test_bound_marks_compare_like_bound_methods() -> None:
     assert layer.method == layer.method
     assert hash(layer.method) == hash(layer.method)
     assert layer.method != Layer(1).method
+
+
+def test_module_instance_cannot_be_marked() -> None:
+    """Its parent would no longer list its parameters."""
+    with pytest.raises(ConfigError, match=r"instance of Linear.*module\.forward"):
+        eager_on_graph(torch.nn.Linear(2, 2))

@@ -250,3 +250,15 @@ def test_the_cache_command_shows_and_clears(tmp_path: Path) -> None:
 def test_shares_are_of_the_whole() -> None:
     profile = replace(small_profile(), total_s=2.0, unattributed_s=0.5)
     assert profile.attributed_share == pytest.approx(0.75)
+
+
+def test_a_comparison_can_be_profiled(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    result = invoke(
+        "compare", *QUICK, "--strategies", "full,breakable", "--rounds", "1", "--profile", str(path)
+    )
+    assert result.exit_code == 0, result.output
+    profile = read_profile(path)
+    names = [one.name for one in profile.spans]
+    assert {"build eager", "build full", "build breakable"} <= set(names)
+    assert profile.attributed_share >= 0.9

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import get_args
 
 import torch
 
-from ..errors import CaptureError, ConfigError, ReplayError
+from ..errors import CaptureError, ConfigError, ReplayError, nearest
 from .cuda_device import CaptureErrorMode, CudaDevice, CudaPool
 from .device import GraphDevice, GraphPool
 from .devices import graph_device_for, refuse_other_device
@@ -72,7 +73,8 @@ class BreakableCUDAGraphCapture:
         stream: Capture stream; the pool's own if None. One stream for all captures of a pool, or
             their memory is not shared.
         device: Graph device or PyTorch device; the pool's, or CUDA where there is one, else emulated.
-        capture_error_mode: As in ``torch.cuda.CUDAGraph.capture_begin``; used with a new pool.
+        capture_error_mode: As in ``torch.cuda.CUDAGraph.capture_begin``, for a new pool on CUDA; the emulated
+            device never minds other threads.
         launch_segments: Whether closed segments run while capturing (see `CaptureSession`).
         static_tensors: Tensors whose addresses are checked on the first replay, or callables that
             return them.
@@ -96,7 +98,13 @@ class BreakableCUDAGraphCapture:
     ) -> None:
         if not isinstance(cuda_graph, BreakableCUDAGraph):
             raise ConfigError(f"cuda_graph must be a BreakableCUDAGraph, got {type(cuda_graph).__name__}.")
+        if capture_error_mode not in get_args(CaptureErrorMode):
+            raise ConfigError(
+                f"Unknown capture_error_mode {capture_error_mode!r}. "
+                f"{nearest(str(capture_error_mode), get_args(CaptureErrorMode))}"
+            )
         self._cuda_graph = cuda_graph
+        self._is_open = False
         self._session = CaptureSession(
             _pool_for(pool, stream, device, capture_error_mode),
             launch_segments=launch_segments,
@@ -107,6 +115,7 @@ class BreakableCUDAGraphCapture:
         if self._cuda_graph._recording is not None:
             raise CaptureError("This BreakableCUDAGraph already holds a capture; call reset() on it first.")
         self._session.__enter__()
+        self._is_open = True
         return self
 
     def __exit__(
@@ -115,6 +124,11 @@ class BreakableCUDAGraphCapture:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
+        if not self._is_open:
+            raise CaptureError(
+                "This capture is not open; use it as `with BreakableCUDAGraphCapture(graph): ...`."
+            )
+        self._is_open = False
         suppressed = self._session.__exit__(exc_type, exc, traceback)
         self._cuda_graph._recording = self._session.recording
         return suppressed

@@ -159,8 +159,8 @@ class CudaPool(GraphPool):
             self._hold()
             self._hold = None
 
-    def new_graph(self) -> CudaGraph:
-        return CudaGraph(self)
+    def new_graph(self, *, takes_copies: bool = False) -> CudaGraph:
+        return CudaGraph(self, takes_copies=takes_copies)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         index = self.device.torch_device.index
@@ -224,9 +224,8 @@ class CudaDevice(GraphDevice):
     Args:
         device: ``cuda`` or ``cuda:N``; the current device if no index is given.
         sets_copy_sources: Whether boundary copies are nodes of the graphs, whose source replay sets. That
-            costs the host less per break than a copy between graphs, and device time and host memory
-            more (``docs/decisions/0007-copies-between-graphs.md``): for forwards that the host cannot
-            keep fed.
+            costs the host less per break than a copy between graphs, and more host memory
+            (``docs/decisions/0007-copies-inside-graphs.md``).
 
     Raises:
         ConfigError: ``device`` is not a CUDA device.
@@ -235,7 +234,7 @@ class CudaDevice(GraphDevice):
 
     is_emulated = False
 
-    def __init__(self, device: torch.device | str = "cuda", *, sets_copy_sources: bool = False) -> None:
+    def __init__(self, device: torch.device | str = "cuda", *, sets_copy_sources: bool = True) -> None:
         asked = torch.device(device)
         if asked.type != "cuda":
             raise ConfigError(

@@ -31,15 +31,17 @@ class CudaGraph(DeviceGraph):
 
     Args:
         pool: Where it gets its memory; counts the graphs that use it.
+        takes_copies: Whether `record_copy` will be called.
 
     Attributes:
         held_sources: Sources of copies for the next launch, which lets go of them.
     """
 
-    def __init__(self, pool: CudaPool) -> None:
+    def __init__(self, pool: CudaPool, *, takes_copies: bool = False) -> None:
         self._pool = pool
+        self._takes_copies = takes_copies
         # Nodes can be set as long as the graph that they were captured in is kept, which costs host memory.
-        self._graph = torch.cuda.CUDAGraph(keep_graph=pool.sets_copy_sources)
+        self._graph = torch.cuda.CUDAGraph(keep_graph=takes_copies)
         self._is_empty = False
         self._is_recording = False
         self._uses_pool = False
@@ -70,7 +72,7 @@ class CudaGraph(DeviceGraph):
                 self._is_recording = False
                 self._pool.num_graphs += 1
                 self._uses_pool = True
-                if self._pool.sets_copy_sources:
+                if self._takes_copies:
                     self._graph.instantiate()
                 self._executable = self._graph.raw_cuda_graph_exec()
         self._is_empty = any(_EMPTY_GRAPH_WARNING in str(entry.message) for entry in caught)

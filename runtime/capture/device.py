@@ -49,7 +49,8 @@ class DeviceGraph(abc.ABC):
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
         """Records ``target.copy_(source)`` as work of the graph; replay sets the source.
 
-        Only where the pool ``sets_copy_sources``; call it after ``begin``, before any other work.
+        Only where the pool ``sets_copy_sources`` and the graph ``takes_copies``; call it after ``begin``,
+        before any other work.
 
         Args:
             target: Dense, in the pool.
@@ -184,8 +185,13 @@ class GraphPool(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def new_graph(self) -> DeviceGraph:
-        """Returns an empty graph on this pool."""
+    def new_graph(self, *, takes_copies: bool = False) -> DeviceGraph:
+        """Returns an empty graph on this pool.
+
+        Args:
+            takes_copies: Whether copies will be recorded with ``record_copy``; such a graph may cost
+                more host memory.
+        """
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -22,6 +22,9 @@ from .boundary import BreakOutputs
 from .device import DeviceGraph, GraphPool
 
 
+_SCALARS = frozenset({int, float, bool, str, type(None)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class GraphSegment:
     """A stretch of captured device work.
@@ -79,7 +82,7 @@ class FrozenArguments:
         if kind is dict:
             self._has_mutable = True
             return {key: self._freeze(item) for key, item in value.items()}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and not _is_all_scalars(value):
             # Objects keep their identity, so they are held, and what they hold with them.
             self.storages.update(
                 leaf.untyped_storage().data_ptr()
@@ -98,6 +101,11 @@ class FrozenArguments:
         if kwargs:
             return lambda: receive(fn(*args, **kwargs))
         return lambda: receive(fn(*args))
+
+
+def _is_all_scalars(value: Any) -> bool:
+    """Tells quickly that a dataclass, such as a layer's description, holds nothing but numbers and strings."""
+    return all(type(getattr(value, one.name)) in _SCALARS for one in dataclasses.fields(value))
 
 
 def _fresh_containers(value: Any) -> Any:

@@ -132,6 +132,7 @@ class CaptureSession:
             return self._stack.__exit__(exc_type, exc, traceback)
         with self._stack:
             self._end_segment()
+            self.statics.forget_bound_attributes()
             self.recording = Recording(
                 key=self.key,
                 strategy=self.strategy,
@@ -194,7 +195,7 @@ class CaptureSession:
             for path, copy, source in placed.copied
             if not source.expired()
         ]
-        self._begin_segment()
+        self._begin_segment(takes_copies=bool(placed.staged))
         self._record_copies(placed)
         for copy, origin, source in only_copies:
             self._guard_copy(copy, origin, source)
@@ -221,8 +222,8 @@ class CaptureSession:
             "(`@eager_on_graph(capture_stub=...)`), or capture with launch_segments=True."
         )
 
-    def _begin_segment(self) -> None:
-        graph = self.pool.new_graph()
+    def _begin_segment(self, *, takes_copies: bool = False) -> None:
+        graph = self.pool.new_graph(takes_copies=takes_copies)
         self._graph = graph
         graph.begin()
 

@@ -45,6 +45,14 @@ class _Entry:
     key: str
     address: int
 
+    def tensor_now(self) -> torch.Tensor | None:
+        tensor = self.holder.get(self.key)
+        return tensor if isinstance(tensor, torch.Tensor) else None
+
+    def has_moved(self) -> bool:
+        tensor = self.tensor_now()
+        return tensor is None or tensor.data_ptr() != self.address
+
 
 class StaticTensors:
     """Named tensors whose addresses must not change.
@@ -55,7 +63,8 @@ class StaticTensors:
 
     Args:
         named: Tensors registered by hand, or callables that return them, by name; held, not copied.
-        module: A module whose parameters and buffers are all registered, under their own names.
+        module: A module whose parameters and buffers are all registered, under their own names, and
+            tensors that are plain attributes, if the captured forward does not bind them itself.
 
     Raises:
         ConfigError: ``named`` holds something that is not a tensor.
@@ -79,6 +88,7 @@ class StaticTensors:
                     f"{type(tensor).__name__}."
                 )
         self._entries: list[_Entry] = []
+        self._attributes: list[_Entry] = []
         self._submodules: list[tuple[str, Mapping[str, Any], str, Any]] = []
         self._storages: frozenset[int] | None = None
 
@@ -89,6 +99,7 @@ class StaticTensors:
             MovedAddressError: Noted before, and a tensor moved since.
         """
         if self._storages is not None:
+            self.forget_bound_attributes()
             self.check()
             return
         found: list[tuple[str, Mapping[str, Any], str, torch.Tensor]] = [
@@ -97,10 +108,17 @@ class StaticTensors:
         if self._module is not None:
             found += list(_module_tensors(self._module))
             self._submodules = list(_submodules(self._module))
+            self._attributes = [
+                _Entry(*place, tensor.data_ptr()) for *place, tensor in _attributes(self._module)
+            ]
         self._entries = [
             _Entry(prefix + key, holder, key, tensor.data_ptr()) for prefix, holder, key, tensor in found
         ]
         self._storages = frozenset(tensor.untyped_storage().data_ptr() for _, _, _, tensor in found)
+
+    def forget_bound_attributes(self) -> None:
+        """Call after a capture: attributes that the forward binds itself need no address."""
+        self._attributes = [entry for entry in self._attributes if not entry.has_moved()]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tells whether the tensor lies in a registered storage (as of ``note_addresses``)."""
@@ -112,10 +130,9 @@ class StaticTensors:
         Raises:
             MovedAddressError: A tensor moved or is gone; names it.
         """
-        for entry in self._entries:
-            tensor = entry.holder.get(entry.key)
-            if tensor is None or tensor.data_ptr() != entry.address:
-                raise _moved(entry, tensor)
+        for entry in (*self._entries, *self._attributes):
+            if entry.has_moved():
+                raise _moved(entry)
         for name, holder, key, child in self._submodules:
             if holder.get(key) is not child:
                 raise MovedAddressError(
@@ -124,7 +141,8 @@ class StaticTensors:
                 )
 
 
-def _moved(entry: _Entry, tensor: torch.Tensor | None) -> MovedAddressError:
+def _moved(entry: _Entry) -> MovedAddressError:
+    tensor = entry.tensor_now()
     if tensor is None:
         return MovedAddressError(
             f"Static tensor {entry.name!r} was at 0x{entry.address:x} at capture and is gone now. "
@@ -145,6 +163,14 @@ def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Mapping[str,
             for key, tensor in holder.items():
                 if tensor is not None:
                     yield prefix, holder, key, tensor
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+    """Lists tensors that are plain attributes as (name, holder, key, tensor)."""
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                yield (f"{path}.{key}" if path else key), vars(owner), key, value
 
 
 def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, Any]]:

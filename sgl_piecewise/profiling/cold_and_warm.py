@@ -37,7 +37,9 @@ def profile_cold_and_warm(
         CompileError: A process failed; the message ends with what it wrote.
     """
     if cache_folder is not None and cache_folder.exists() and any(cache_folder.iterdir()):
-        raise ConfigError(f"The cache folder {cache_folder} is not empty, so the first build would not be cold.")
+        raise ConfigError(
+            f"The cache folder {cache_folder} is not empty, so the first build would not be cold."
+        )
     report = on_progress or (lambda phase, done, total: None)
     profiles = {}
     with tempfile.TemporaryDirectory(prefix="sgl-piecewise-") as scratch:

@@ -135,9 +135,7 @@ def _own_intervals(spans: tuple[Span, ...], total_s: float) -> list[_Interval]:
     return intervals
 
 
-def _within(
-    intervals: list[_Interval], spans: tuple[Span, ...], index: int
-) -> list[_Interval]:
+def _within(intervals: list[_Interval], spans: tuple[Span, ...], index: int) -> list[_Interval]:
     begin_s, end_s = spans[index].begin_s, spans[index].end_s
     return [one for one in intervals if one[0] >= begin_s and one[1] <= end_s]
 

@@ -61,7 +61,9 @@ def _phases(profiles: Mapping[str, BuildProfile]) -> Table:
         if group and group_of(phase) != group:
             table.add_section()
         group = group_of(phase)
-        table.add_row(in_words(phase), *_cells(profiles, {t: p.phases_s.get(phase) for t, p in profiles.items()}))
+        table.add_row(
+            in_words(phase), *_cells(profiles, {t: p.phases_s.get(phase) for t, p in profiles.items()})
+        )
     table.add_section()
     table.add_row("unattributed", *_cells(profiles, {t: p.unattributed_s for t, p in profiles.items()}))
     table.add_row(

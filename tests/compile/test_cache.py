@@ -59,7 +59,9 @@ def test_second_start_compiles_nothing(folder: Path) -> None:
     second, errors = start(folder)
     assert outcomes(first) == [["miss", "miss", "miss"]]
     assert outcomes(second) == [["hit", "hit", "hit"]]
-    assert [key for key, _ in first[0]] == [key for key, _ in second[0]], "keys are those of the process before"
+    assert [key for key, _ in first[0]] == [key for key, _ in second[0]], (
+        "keys are those of the process before"
+    )
     assert "damaged" not in errors
 
 

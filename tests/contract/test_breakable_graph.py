@@ -137,3 +137,14 @@ def test_error_mode_reaches_the_pool_that_is_made_for_a_handle() -> None:
     pool = graph.pool()
     assert isinstance(pool, CudaPool)
     assert pool.error_mode == "relaxed"
+
+
+def test_capture_left_without_being_entered_is_an_error(graph_device: GraphDevice) -> None:
+    block = BreakableCUDAGraphCapture(BreakableCUDAGraph(), device=graph_device)
+    with pytest.raises(CaptureError, match="not open"):
+        block.__exit__(None, None, None)
+
+
+def test_unknown_error_mode_names_the_nearest(graph_device: GraphDevice) -> None:
+    with pytest.raises(ConfigError, match="thread_local"):
+        BreakableCUDAGraphCapture(BreakableCUDAGraph(), device=graph_device, capture_error_mode="threadlocal")  # type: ignore[arg-type]

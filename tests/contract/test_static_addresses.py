@@ -150,3 +150,34 @@ def test_callable_that_gives_no_tensor_is_refused(graph_device: GraphDevice) -> 
         capture(
             lambda t: t, (ramp(graph_device, 4),), device=graph_device, static_tensors={"kv": lambda: None}
         )  # type: ignore[dict-item, return-value]
+
+
+class WithPlainTensors(torch.nn.Module):
+    """Keeps one tensor as a plain attribute, and binds another at every call."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.table = table
+        self.last = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x * 2
+        return self.last + self.table
+
+
+def test_plain_attribute_rebound_after_capture_is_noticed(graph_device: GraphDevice) -> None:
+    """The graphs read the old tensor, which nothing keeps."""
+    table = torch.ones(4, device=graph_device.torch_device)
+    module = WithPlainTensors(table)
+    captured = capture(module, (table.clone(),), device=graph_device)
+    module.table = table * 3
+    with pytest.raises(MovedAddressError, match="'table' moved"):
+        captured(table)
+
+
+def test_attribute_that_the_forward_binds_itself_is_no_static_tensor(graph_device: GraphDevice) -> None:
+    table = torch.ones(4, device=graph_device.torch_device)
+    module = WithPlainTensors(table)
+    captured = capture(module, (table.clone(),), device=graph_device)
+    assert torch.equal(captured(table), table * 3)
+    captured.check_static_addresses()

@@ -98,8 +98,8 @@ class EmulatedPool(GraphPool):
         if self._recorder is not None and self._thread == threading.get_ident():
             self._recorder.abort()
 
-    def new_graph(self) -> DeviceGraph:
-        return EmulatedGraph(self)
+    def new_graph(self, *, takes_copies: bool = False) -> DeviceGraph:
+        return EmulatedGraph(self, takes_copies=takes_copies)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         recorder = self.open_recorder()
@@ -130,7 +130,7 @@ class EmulatedDevice(GraphDevice):
 
     is_emulated = True
 
-    def __init__(self, *, limit_bytes: int | None = None, sets_copy_sources: bool = False) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, sets_copy_sources: bool = True) -> None:
         self.torch_device = torch.device("cpu")
         self.sets_copy_sources = sets_copy_sources
         self._limit_bytes = limit_bytes

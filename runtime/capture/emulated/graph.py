@@ -51,8 +51,9 @@ class EmulatedCopy(SettableCopy):
 class EmulatedGraph(DeviceGraph):
     """A recorded stretch of operators."""
 
-    def __init__(self, pool: EmulatedPool) -> None:
+    def __init__(self, pool: EmulatedPool, *, takes_copies: bool = False) -> None:
         self._pool = pool
+        self._takes_copies = takes_copies
         # Operations point into the arena without owning it: this keeps it mapped.
         self._arena = pool.arena
         self._operations: list[Operation] | None = None
@@ -69,6 +70,8 @@ class EmulatedGraph(DeviceGraph):
 
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
         recording = self._pool.open_recorder().recording
+        if not self._takes_copies:
+            raise CaptureError("record_copy() of a graph that was made without takes_copies.")
         if recording is None:
             raise CaptureError("record_copy() of a graph that is not being recorded.")
         copy = EmulatedCopy(target, source)
