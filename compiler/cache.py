@@ -223,7 +223,7 @@ def _read_entry(folder: Path) -> CacheEntry:
             f"{path} has version {document.get('schema_version')!r} of its form, and this cache reads {SCHEMA_VERSION}"
         )
     names = [one.name for one in fields(CacheEntry)]
-    content = {name: document.get(name) for name in names}
+    content: dict[str, Any] = {name: document.get(name) for name in names}
     if document.get("checksum") != _checksum(content):
         raise _DamagedError(f"{path} is damaged: its checksum is another")
     return CacheEntry(**content)

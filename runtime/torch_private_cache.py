@@ -8,6 +8,7 @@ imports this file.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,9 +97,7 @@ def triton_version() -> str | None:
     """Returns the version of Triton, or None where it is not installed."""
     if not has_triton_package():
         return None
-    import triton
-
-    return str(triton.__version__)
+    return str(importlib.import_module("triton").__version__)
 
 
 def cpu_capability() -> str:

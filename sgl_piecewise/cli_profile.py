@@ -138,10 +138,10 @@ def _write(
             path = json if len(profiles) == 1 else json.with_stem(f"{json.stem}-{title}")
             write_profile(one, path)
             written.append(path)
-    for path, text in ((html, profile_page), (trace, chrome_trace)):
-        if path is not None:
-            path.write_text(text(profiles), encoding="utf-8")
-            written.append(path)
+    for file, text in ((html, profile_page), (trace, chrome_trace)):
+        if file is not None:
+            file.write_text(text(profiles), encoding="utf-8")
+            written.append(file)
     for path in written:
         Console(stderr=True).print(Text(f"Wrote {path}"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from dataclasses import asdict, replace
@@ -125,7 +126,7 @@ def test_rows_are_the_build_then_traces_pieces_and_sizes() -> None:
     whole = rows[0]["segments"]
     assert whole[0]["begin"] == 0.0
     assert whole[-1]["end"] == pytest.approx(profile.total_s)
-    for before, after in zip(whole, whole[1:], strict=False):
+    for before, after in itertools.pairwise(whole):
         assert before["end"] == pytest.approx(after["begin"])
     named = sum(one["end"] - one["begin"] for one in whole if one["phase"] == "capture")
     assert named == pytest.approx(profile.phases_s["capture"], abs=1e-6)

@@ -21,7 +21,6 @@ from .autocast import AutocastState
 from .boundary import BreakOutputs
 from .device import DeviceGraph, GraphPool
 
-
 _SCALARS = frozenset({int, float, bool, str, type(None)})
 
 

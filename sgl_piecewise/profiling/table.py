@@ -87,9 +87,10 @@ def _cells(profiles: Mapping[str, BuildProfile], seconds: Mapping[str, float | N
 
 def summary(profile: BuildProfile) -> list[str]:
     """Returns what was built in a few lines."""
+    compiling = _share(profile.compile_s, profile.ready_s)
+    named = three_digits(profile.attributed_share * 100)
     lines = [
-        f"ready after {in_words_s(profile.ready_s)}, of which compiling {_share(profile.compile_s, profile.ready_s)}; "
-        f"{three_digits(profile.attributed_share * 100)}% of the wall time is named work"
+        f"ready after {in_words_s(profile.ready_s)}, of which compiling {compiling}; {named}% of the wall time is named"
     ]
     if profile.traces:
         lines.append(traces_in_words(profile))
