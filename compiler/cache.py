@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -143,8 +144,7 @@ class CompileCache:
         """Deletes a piece's folder; processes that have its files open can go on."""
         folder = self.folder_of(environment, key)
         with contextlib.suppress(FileNotFoundError):
-            aside = Path(tempfile.mkdtemp(dir=self.folder, prefix=_SET_ASIDE))
-            os.rename(folder, aside / key)
+            os.rename(folder, self.folder / f"{_SET_ASIDE}{uuid.uuid4().hex}")
         _delete_set_aside(self.folder)
 
     def store(self, entry: CacheEntry) -> None:
@@ -183,8 +183,7 @@ class CompileCache:
         """Deletes every piece; returns the bytes that were freed. What else stands in the folder stays."""
         freed = _num_bytes(self.folder)
         with contextlib.suppress(FileNotFoundError):
-            aside = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=_SET_ASIDE))
-            os.rename(self.folder, aside / _COMPILED)
+            os.rename(self.folder, self.folder.parent / f"{_SET_ASIDE}{uuid.uuid4().hex}")
         _delete_set_aside(self.folder.parent)
         return freed
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,16 +35,15 @@ def profile_of_backend(file: str | os.PathLike[str] | None) -> Iterator[None]:
     path = Path(file).absolute()
     check_profile_path(path)
     began_s = torch_private_events.trace_began_s()
-    with contextlib.ExitStack() as until_done:
-        line = TimeLine(began_s, on_idle=lambda: _finish(line, path, until_done))
-        until_done.enter_context(torch_private_events.events_to_time_lines())
-        until_done.callback(stop_listening, line)
-        if began_s is not None:
-            torch_private_events.add_events_in_progress(line, began_s)
-        start_listening(line)
-        own = line.begin("backend", CONTAINER, {}, at_s=time.perf_counter())
-        # What is left to do then is done when Dynamo's outermost event ends, or now if there is none.
-        until_done = until_done.pop_all()
+    # What is left to do when Dynamo's outermost event ends, or the backend if it was called without Dynamo.
+    until_done = contextlib.ExitStack()
+    line = TimeLine(began_s, on_idle=lambda: _finish(line, path, until_done))
+    until_done.enter_context(torch_private_events.events_to_time_lines())
+    until_done.callback(stop_listening, line)
+    if began_s is not None:
+        torch_private_events.add_events_in_progress(line, began_s)
+    start_listening(line)
+    own = line.begin("backend", CONTAINER, {})
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Typed facts for reports, and the one clock that makes them.
 
-Records in, reports out: nothing else in the library reads a clock, but for ``stopwatch``, which
-times calls on a device, and ``time_line``, which times the steps of a build. A record is frozen and holds plain Python values, so that it can be
-written as JSON as it is.
+Records in, reports out: nothing else in the library reads a clock, but for ``stopwatch``, which times calls on
+a device, and ``time_line``, which times the steps of a build. A record is frozen and holds plain Python values,
+so that it can be written as JSON as it is.
 """
 
 from __future__ import annotations

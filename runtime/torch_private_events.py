@@ -63,7 +63,7 @@ _KEPT = (
 )
 
 _lock = threading.Lock()
-_num_listeners = 0
+_listeners: list[object] = []
 
 
 @contextlib.contextmanager
@@ -73,22 +73,21 @@ def events_to_time_lines() -> Iterator[None]:
     Relies on the singleton logger of events and its one method that every event goes through. Does nothing where
     Dynamo is not loaded: then nothing can compile.
     """
-    global _num_listeners
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         yield
         return
     logger = utils.get_chromium_event_logger()
     with _lock:
-        _num_listeners += 1
-        if _num_listeners == 1:
+        _listeners.append(listener := object())
+        if len(_listeners) == 1:
             logger._log_timed_event = _heard(logger._log_timed_event)
     try:
         yield
     finally:
         with _lock:
-            _num_listeners -= 1
-            if _num_listeners == 0:
+            _listeners.remove(listener)
+            if not _listeners:
                 del logger._log_timed_event
 
 
