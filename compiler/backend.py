@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
@@ -61,6 +62,12 @@ def sgl_piecewise(
         raise ConfigError(
             f"Backend 'sgl_piecewise' has no modes (got mode={mode!r}). Capture the compiled forward for CUDA "
             "graphs; for Inductor's tuning use options={'inductor_config': {...}}."
+        )
+    if torch_private_entries.is_last_compile():
+        _logger.warning(
+            "This function was compiled as often as torch._dynamo.config.recompile_limit allows: PyTorch will run "
+            "any other call of it uncompiled, and say so only here. TORCH_LOGS=recompiles names what differs; equal "
+            "layers that differ in numbers are shared by sgl_piecewise.compile_layers_once(model)."
         )
     return compile_graph(gm, example_inputs, options_from(options))
 

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
@@ -89,6 +90,12 @@ def one_compile_for_all_sizes() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def is_last_compile() -> bool:
+    """Tells, inside a backend, whether Dynamo will give up on this function instead of compiling it once more."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and (compile_id.frame_compile_id or 0) + 1 == dynamo_config.recompile_limit
 
 
 def failure_inside_backend(error: Exception) -> Exception:
