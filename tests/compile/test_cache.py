@@ -88,6 +88,21 @@ def test_a_piece_is_found_again(folder: Path) -> None:
     assert build(folder) == ["hit"]
 
 
+@pytest.mark.gpu
+def test_kernels_for_a_gpu_are_found_again(folder: Path) -> None:
+    x = torch.ones(4, 4, device="cuda")
+    outcomes_seen = []
+    for _ in range(2):
+        torch.compiler.reset()
+        with watch_piece_builds() as builds:
+            torch.testing.assert_close(compiled(wave, cache_folder=folder)(x), wave(x))
+        outcomes_seen += [one.cache for one in builds]
+    assert outcomes_seen == ["miss", "hit"]
+    (piece,) = CompileCache(folder).pieces()
+    assert piece.entry is not None
+    assert any(name.startswith("triton/") for name in piece.entry.files)
+
+
 def test_other_options_are_another_piece(folder: Path) -> None:
     assert build(folder) == ["miss"]
     assert build(folder, inductor_config={"max_autotune_pointwise": True}) == ["miss"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sgl_piecewise.models.weights.random import random_decoder
 from sgl_piecewise.profiling.reading import read_profile
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.build_profile import BuildProfile
+from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.time_line import listening
@@ -56,16 +58,19 @@ def check_sums(profile: BuildProfile) -> None:
 @pytest.mark.timeout(600)  # the first run of all compiles for real, and finds out about the host's compiler
 @pytest.mark.parametrize("piece_compiler", [None, "fx", "inductor"])
 def test_at_least_95_percent_of_a_build_is_named_work(
-    model: Decoder, tmp_path: Path, piece_compiler: str | None
+    graph_device: GraphDevice, tmp_path: Path, piece_compiler: str | None
 ) -> None:
-    path = tmp_path / "profile.json"
-    capture(model, tokens(8), compile=piece_compiler, capture_sizes=SIZES, profile=path)
+    path, device = tmp_path / "profile.json", graph_device.torch_device
+    model = random_decoder(named_shape("tiny"), device=device, dtype=torch.float32)
+    example = tuple(one.to(device) for one in tokens(8))
+    options: dict[str, Any] = {"capture_sizes": SIZES, "device": graph_device, "profile": path}
+    capture(model, example, compile=piece_compiler, **options)
     profile = read_profile(path)
     check_sums(profile)
     assert profile.attributed_share >= LEAST_ATTRIBUTED, profile.phases_s
     assert [size.size for size in profile.sizes] == [8, 4]
     assert all(size.warm_up_s > 0 and size.capture_s > 0 for size in profile.sizes)
-    assert profile.facts["emulated"] == "True"
+    assert profile.facts["emulated"] == str(graph_device.is_emulated)
     if piece_compiler is None:
         assert not profile.traces
         return
