@@ -16,7 +16,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "Inductor": ("graph passes of inductor", "inductor lowering", "inductor code generation"),
     "kernels": ("kernel compile", "kernel load", "autotune"),
     "warm-up": ("static_inputs", "warm_up"),
-    "capture": ("capture", "learn_output_shapes", "wait_for_device"),
+    "capture": ("capture", "measure_memory", "learn_output_shapes", "wait_for_device"),
     "first replay": ("first_replay",),
 }
 _OTHER = "other"

@@ -67,7 +67,10 @@ def test_at_least_95_percent_of_a_build_is_named_work(
     capture(model, example, compile=piece_compiler, **options)
     profile = read_profile(path)
     check_sums(profile)
-    assert profile.attributed_share >= LEAST_ATTRIBUTED, profile.phases_s
+    # Without a compiler a build is over so soon that one pause of the host would be 5% of it.
+    pause_s = 0.02 if piece_compiler is None else 0.0
+    most_unattributed_s = max(pause_s, (1 - LEAST_ATTRIBUTED) * profile.total_s)
+    assert profile.unattributed_s <= most_unattributed_s, profile.phases_s
     assert [size.size for size in profile.sizes] == [8, 4]
     assert all(size.warm_up_s > 0 and size.capture_s > 0 for size in profile.sizes)
     assert profile.facts["emulated"] == str(graph_device.is_emulated)
