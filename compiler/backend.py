@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
@@ -31,6 +33,8 @@ from .piece_compilers import piece_compiler_for
 from .profiling import profile_of_backend
 from .stitching import compile_and_stitch
 from .traced_function import current_counts
+from .tracing_errors import warn_of_stopped_trace
+from .uncapturable import refusing_capture
 
 _logger = logging.getLogger(__name__)
 
@@ -94,12 +98,19 @@ def compile_graph(
         with span("import piece compiler", "import"):
             piece_compiler = recorded_compiler(piece_compiler_for(options), options)
         _refuse_autograd(gm, example_inputs)
+        warn_of_stopped_trace(gm)
         with span(SPLIT_SPAN, "graph passes") as noted:
-            split = run_passes(gm, example_inputs, pipeline(options_text=options.key_text()))
+            dump_folder = None if options.dump_folder is None else new_dump_folder(options.dump_folder)
+            passes = pipeline(
+                options_text=options.key_text(), fusions=options.fusions, dump_folder=dump_folder
+            )
+            split = run_passes(gm, example_inputs, passes)
         _count_pieces(split, noted)
         has_layers = any(is_layer_call(node) for node in split.graph.nodes)
+        findings = split.meta[FINDINGS]
         with span("link pieces", "link pieces"):
-            forward = compile_and_stitch(split, piece_compiler)
+            forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
+        forward = refusing_capture(forward, findings)
         return (
             layer_runner_for(partial(compile_graph, options=options)).around(forward)
             if has_layers

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_piecewise.passes.fusions import FUSIONS
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
@@ -24,12 +25,17 @@ class CompileOptions:
         cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
             ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
         profile: File for the profile of this process's compiles as JSON; written anew after each.
+        fusions: Names of passes that change numerics, such as ``join_linears``; none unless asked.
+        dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
+            writes nothing.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     cache_folder: str | os.PathLike[str] | None = None
     profile: str | os.PathLike[str] | None = None
+    fusions: Sequence[str] = ()
+    dump_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -53,10 +59,19 @@ class CompileOptions:
                 "capture the compiled forward."
             )
 
+        if isinstance(self.fusions, str) or not isinstance(self.fusions, Sequence):
+            raise ConfigError(f"fusions must be a list of names, got {self.fusions!r}.")
+        for name in self.fusions:
+            if name not in FUSIONS:
+                raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
+        if self.dump_folder is not None and not isinstance(self.dump_folder, str):
+            raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
+
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
-        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip()
+        fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
+        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
 
 
 def _check_path(name: str, value: object) -> None:

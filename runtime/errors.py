@@ -63,6 +63,14 @@ class RecompileError(CompileError):
     """A frozen forward was called as it was never compiled for."""
 
 
+class BatchError(SglPiecewiseError, ValueError):
+    """A batch whose fields contradict each other, or that something was asked of that it has not."""
+
+
+class PoolError(SglPiecewiseError, RuntimeError):
+    """KV slots were used in a way that would lose or mix requests' tokens."""
+
+
 class CheckpointError(SglPiecewiseError, ValueError):
     """A checkpoint is missing, damaged, or does not fit the model."""
 

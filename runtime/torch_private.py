@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -227,6 +227,11 @@ def higher_order_cpu_kernel(func: Any) -> Any | None:
     return func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
+def is_overload(func: Any) -> bool:
+    """Tells whether ``func`` is one overload of an operator, which has a schema and tags."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def is_higher_order(func: Any) -> bool:
     """Tells whether ``func`` is a higher-order operator (it has no schema and no tags)."""
     return isinstance(func, torch._ops.HigherOrderOperator)
@@ -318,3 +323,23 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.stride() == other.stride()
         and one.storage_offset() == other.storage_offset()
     )
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies into the first of each pair the second; on CUDA one launch for all of a dtype, not one each."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for destination, source in pairs:
+        destinations, sources = by_dtype.setdefault(destination.dtype, ([], []))
+        destinations.append(destination)
+        sources.append(source)
+    for group in by_dtype.values():
+        torch._foreach_copy_(*group)
+
+
+def zero_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Fills tensors with zeros; on CUDA one launch for all of a dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        torch._foreach_zero_(group)

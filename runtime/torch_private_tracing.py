@@ -7,7 +7,6 @@ it relies on, and knows nothing of the rest of the library; tried on 2.11 and 2.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from .errors import CompileError
+from .torch_private_compiling import data_dependence_allowed
 
 
 class TracingError(CompileError, exc.TorchRuntimeError):
@@ -250,23 +250,10 @@ def on_fake_tensors(tx: Any) -> Iterator[None]:
         preserve_rng_state(),
         mode,
         _allowing_real_inputs(mode),
-        _allowing_data_dependence(mode.shape_env),
+        data_dependence_allowed(mode.shape_env),
         mode.shape_env.ignore_fresh_unbacked_symbols(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _allowing_data_dependence(shape_env: Any) -> Iterator[None]:
-    """Lets values and sizes that only the data gives be symbols, whatever Dynamo was told to do with them."""
-    before = shape_env.settings
-    shape_env.settings = dataclasses.replace(
-        before, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-    )
-    try:
-        yield
-    finally:
-        shape_env.settings = before
 
 
 @contextlib.contextmanager

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
+
+# How long an example takes says something of the machine, and of what else runs there.
+hypothesis.settings.register_profile("repository", deadline=None)
+hypothesis.settings.load_profile("repository")
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, and some test or library might be earlier than ours.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 if TYPE_CHECKING:
     from sgl_piecewise.runtime.capture.device import GraphDevice

@@ -116,6 +116,8 @@ def test_constraints_pin_every_declared_dependency() -> None:
     ]:
         name = re.match(r"[A-Za-z0-9_.-]+", requirement)
         assert name is not None
+        if name[0] == "triton":  # Each CUDA build of torch asks for one version, a CPU build for none.
+            continue
         assert name[0].lower().replace("_", "-") in pinned, f"{requirement} is not pinned in constraints.txt"
     assert not [version for version in pinned.values() if "+" in version], (
         "local versions resolve nowhere else"

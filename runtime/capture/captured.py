@@ -19,6 +19,7 @@ from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
 from ..time_line import span
+from .autocast import without_autocast_cache
 from .autograd import refuse_history
 from .device import GraphPool
 from .extents import share_bytes
@@ -312,7 +313,8 @@ class CapturedCallable:
             with self.pool.on_capture_stream():
                 for _ in range(num_warm_ups):
                     before = self._inputs.versions()
-                    with use_capture(observer):
+                    # As while capturing: Dynamo would compile again for another autocast state.
+                    with use_capture(observer), without_autocast_cache():
                         outputs = self._fn(*args, **kwargs)
                     self._inputs.refuse_reshaped(size)
                     self._inputs.note_written(before)
@@ -347,6 +349,6 @@ class CapturedCallable:
             args, kwargs = self._inputs.views(largest - 1)
             with self.pool.exclusive("capture"):
                 self.pool.order_after_last_use()
-                with self.pool.on_capture_stream():
+                with self.pool.on_capture_stream(), without_autocast_cache():
                     self._cut.learn(largest - 1, self._fn(*args, **kwargs))
         self._cut.dims()

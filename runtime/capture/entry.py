@@ -125,7 +125,7 @@ def capture(
                 pad_values=pad_values,
             )
             captured = CapturedCallable(
-                eager_on_graph(fn) if debug else fn,
+                _as_one_break(fn) if debug else fn,
                 inputs,
                 strategy="debug" if debug else strategy,
                 mode="breakable" if debug or strategy == "breakable" else "full",
@@ -138,6 +138,16 @@ def capture(
             launch_segments=launch_segments, num_warm_ups=num_warm_ups, on_progress=on_progress
         )
     return captured
+
+
+def _as_one_break(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a whole forward. A module is called, not unwrapped: hooks belong to it."""
+
+    def whole_forward(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    whole_forward.__qualname__ = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return eager_on_graph(whole_forward)
 
 
 def _check_call(fn: Any, example_args: Any, example_kwargs: Any) -> None:

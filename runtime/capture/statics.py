@@ -109,7 +109,8 @@ class StaticTensors:
             found += list(_module_tensors(self._module))
             self._submodules = list(_submodules(self._module))
             self._attributes = [
-                _Entry(*place, tensor.data_ptr()) for *place, tensor in _attributes(self._module)
+                _Entry(name, holder, key, tensor.data_ptr())
+                for name, holder, key, tensor in _attributes(self._module)
             ]
         self._entries = [
             _Entry(prefix + key, holder, key, tensor.data_ptr()) for prefix, holder, key, tensor in found

@@ -1,0 +1,1 @@
+"""Batches: from a scheduling decision to the tensors of one forward."""

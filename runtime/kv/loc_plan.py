@@ -1,0 +1,110 @@
+"""The plan of one iteration: where its new tokens lie, translated once for every sub-pool.
+
+All forwards of an iteration (draft, verify, draft extend) share the plan, each with its own write
+window. It ends with the iteration: slots that an old plan still named could not be given back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import BatchError, PoolError, nearest
+from .slots import FULL_POOL, PhysicalSlots
+
+if TYPE_CHECKING:
+    from ..batch.forward_batch import ForwardBatch
+    from .translator import KVIndexTranslator
+
+
+class KVLocPlan:
+    """Physical slots of one iteration's new tokens. Made by `KVIndexTranslator.own_plan`.
+
+    Args:
+        translator: Who made it, and writes the tables that backends read.
+        slots: By sub-pool, one row per request where all have equally many tokens, else one row
+            (int64[R, C], on the device).
+    """
+
+    def __init__(self, translator: KVIndexTranslator, slots: Mapping[str, torch.Tensor]) -> None:
+        self._translator = translator
+        self._slots = dict(slots)
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its iteration still runs."""
+        return self._is_open
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that a write window may name."""
+        return self._slots[FULL_POOL].shape[1]
+
+    def write_ids(self, pool: str, cols: range | None = None) -> PhysicalSlots:
+        """Returns the slots of a write window in one sub-pool, row by row.
+
+        Args:
+            pool: The sub-pool.
+            cols: Columns of every row; all by default.
+
+        Raises:
+            PoolError: The iteration is over, the sub-pool is unknown, or a column does not exist.
+        """
+        if not self._is_open:
+            raise PoolError(
+                "This KVLocPlan belongs to an iteration that is over, and its slots may be other requests' "
+                "now. Ask the translator's own_plan for one of this iteration."
+            )
+        slots = self._slots.get(pool)
+        if slots is None:
+            raise PoolError(f"No sub-pool {pool!r} was planned; {nearest(pool, self._slots)}")
+        if cols is None:
+            return PhysicalSlots(pool, slots.flatten())
+        if cols.step != 1 or not 0 <= cols.start <= cols.stop <= slots.shape[1]:
+            raise PoolError(f"The write window {cols} is not inside the plan's {slots.shape[1]} columns.")
+        return PhysicalSlots(pool, slots[:, cols.start : cols.stop].flatten())
+
+    def bind(
+        self,
+        batch: ForwardBatch,
+        translator: KVIndexTranslator,
+        *,
+        cols: range | None = None,
+        cache_positions: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """Gives a forward its write window, and backends the new tokens' places.
+
+        Args:
+            batch: The forward, without padding.
+            translator: Of the runner that will run it; it must be the plan's own.
+            cols: The write window; all columns by default.
+            cache_positions: Each token's index among the tokens of its sequence (int64[T]), where
+                ``positions`` say something else (draft trees, several axes).
+
+        Returns:
+            The batch with ``write_slots``.
+
+        Raises:
+            PoolError: The plan is over or another translator's: backends would index another table.
+            BatchError: The window has another number of slots than the batch has tokens.
+        """
+        if translator is not self._translator:
+            raise PoolError("The plan is another translator's: backends would read tables it never wrote.")
+        write_slots = {pool: self.write_ids(pool, cols) for pool in translator.pools}
+        if len(write_slots[FULL_POOL]) != batch.num_tokens:
+            raise BatchError(
+                f"out_cache_loc: the write window holds {len(write_slots[FULL_POOL])} slots, and the batch "
+                f"has {batch.num_tokens} tokens."
+            )
+        columns = batch.positions if cache_positions is None else cache_positions
+        translator.record(batch.req_rows_of_tokens(), columns, write_slots)
+        return dataclasses.replace(batch, write_slots=write_slots)
+
+    def close(self) -> None:
+        """Ends it; its slots are not looked up again."""
+        self._is_open = False
+        self._slots = {}

@@ -1,0 +1,1 @@
+"""Batches: modes, building, padding and the cut back."""

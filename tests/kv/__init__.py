@@ -1,0 +1,1 @@
+"""The KV cache: slots, pools, plans and capacity."""
