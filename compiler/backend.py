@@ -6,8 +6,10 @@ needs no import of ours. What it returns is a plain forward: capture does not kn
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +19,21 @@ from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.passes.validate import FINDINGS
+from sgl_piecewise.runtime import torch_private_entries
+from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
+from sgl_piecewise.runtime.time_line import NotedSpan, span
 
 from .dropin import DropIn
-from .options import options_from
+from .layer_runner import layer_runner_for
+from .layer_tracing import is_layer_call
+from .options import CompileOptions, options_from
+from .piece_builds import num_operators, recorded_compiler
 from .piece_compilers import piece_compiler_for
+from .profiling import profile_of_backend
 from .stitching import compile_and_stitch
+from .traced_function import current_counts
 from .tracing_errors import warn_of_stopped_trace
 from .uncapturable import refusing_capture
 
@@ -58,22 +68,82 @@ def sgl_piecewise(
             f"Backend 'sgl_piecewise' has no modes (got mode={mode!r}). Capture the compiled forward for CUDA "
             "graphs; for Inductor's tuning use options={'inductor_config': {...}}."
         )
-    typed = options_from(options)
-    piece_compiler = piece_compiler_for(typed)
-    _refuse_autograd(gm, example_inputs)
-    warn_of_stopped_trace(gm)
-    dump_folder = None if typed.dump_folder is None else new_dump_folder(typed.dump_folder)
-    passes = pipeline(options_text=typed.key_text(), fusions=typed.fusions, dump_folder=dump_folder)
-    split = run_passes(gm, example_inputs, passes)
-    calls = [node for node in split.graph.nodes if node.op == "call_module"]
+    if torch_private_entries.is_last_compile():
+        _logger.warning(
+            "This function was compiled as often as torch._dynamo.config.recompile_limit allows: PyTorch will run "
+            "any other call of it uncompiled, and say so only here. TORCH_LOGS=recompiles names what differs; equal "
+            "layers that differ in numbers are shared by sgl_piecewise.compile_layers_once(model)."
+        )
+    return compile_graph(gm, example_inputs, options_from(options), captures_calls=True)
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: CompileOptions, *, captures_calls: bool = False
+) -> Callable[..., Any]:
+    """Compiles one traced forward or layer.
+
+    Args:
+        gm: What Dynamo traced.
+        example_inputs: What it was traced with.
+        options: How.
+        captures_calls: Whether the option ``capture`` counts: no for what is captured by who asked for the compile,
+            and for layers.
+
+    Returns:
+        A callable with the inputs and outputs of ``gm``; shared layers that it calls are compiled when first run.
+
+    Raises:
+        PieceCompilerUnavailable: The piece compiler is not installed.
+        ConfigError: There is no such piece compiler.
+        CompileError: Autograd records, or a piece cannot be split off or compiled.
+    """
+    with profile_of_backend(options.profile):
+        with span("import piece compiler", "import"):
+            piece_compiler = recorded_compiler(piece_compiler_for(options), options)
+        _refuse_autograd(gm, example_inputs)
+        warn_of_stopped_trace(gm)
+        with span(SPLIT_SPAN, "graph passes") as noted:
+            dump_folder = None if options.dump_folder is None else new_dump_folder(options.dump_folder)
+            passes = pipeline(
+                options_text=options.key_text(), fusions=options.fusions, dump_folder=dump_folder
+            )
+            split = run_passes(gm, example_inputs, passes)
+        _count_pieces(split, noted)
+        has_layers = any(is_layer_call(node) for node in split.graph.nodes)
+        findings = split.meta[FINDINGS]
+        drop_in = DropIn(split, options.call_policy()) if captures_calls else None
+        with span("link pieces", "link pieces"):
+            forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
+        forward = refusing_capture(forward, findings)
+        if has_layers:
+            forward = layer_runner_for(partial(compile_graph, options=options)).around(forward)
+        return forward if drop_in is None else drop_in.wrap(forward)
+
+
+def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:
+    """Says what the trace was split into."""
+    uses = collections.Counter(str(node.target) for node in split.graph.nodes if node.op == "call_module")
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
+    num_pieces, num_distinct = sum(uses.values()), len(pieces_of(split))
     _logger.info(
-        "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
+        "%d pieces, %d of them distinct, around %d marked calls", num_pieces, num_distinct, num_marks
     )
-    findings = split.meta[FINDINGS]
-    drop_in = DropIn(split, typed.call_policy())
-    forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
-    return drop_in.wrap(refusing_capture(forward, findings))
+    counts = current_counts()
+    counts.num_pieces += num_pieces
+    counts.num_compiled_pieces += num_distinct
+    if not noted.is_heard:
+        return
+    sizes = {name: num_operators(piece) for name, piece in pieces_of(split).items()}
+    noted.note(
+        num_pieces=num_pieces,
+        num_distinct_pieces=num_distinct,
+        num_marked_calls=num_marks - sum(is_layer_call(node) for node in split.graph.nodes),
+        num_layer_calls=sum(is_layer_call(node) for node in split.graph.nodes),
+        num_operators=sum(sizes[name] * count for name, count in uses.items()),
+        num_repeated_operators=sum(sizes[name] * (count - 1) for name, count in uses.items()),
+        most_uses=max(uses.values(), default=0),
+        uses=[f"{name}={count}" for name, count in uses.items()],
+    )
 
 
 def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

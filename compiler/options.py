@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
+            ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
+        profile: File for the profile of this process's compiles as JSON; written anew after each.
         fusions: Names of passes that change numerics, such as ``join_linears``; none unless asked.
         dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
             writes nothing.
@@ -34,6 +38,8 @@ class CompileOptions:
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    cache_folder: str | os.PathLike[str] | None = None
+    profile: str | os.PathLike[str] | None = None
     fusions: Sequence[str] = ()
     dump_folder: str | None = None
     capture: str = "auto"
@@ -56,6 +62,8 @@ class CompileOptions:
             raise ConfigError(
                 f"inductor_config is given, but piece_compiler is {self.piece_compiler!r}: leave one of them out."
             )
+        _check_path("cache_folder", self.cache_folder)
+        _check_path("profile", self.profile)
         if self.inductor_config.get("triton.cudagraphs"):
             raise ConfigError(
                 "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "
@@ -85,6 +93,11 @@ class CompileOptions:
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
         fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
         return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
+        raise ConfigError(f"{name} must be a path, got {value!r}.")
 
 
 def options_from(given: Mapping[str, Any] | None) -> CompileOptions:

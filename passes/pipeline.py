@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from sgl_piecewise.runtime.time_line import span
+
 from .deduplicate import deduplicate
 from .drop_shape_only import drop_shape_only
 from .dump import dump
@@ -53,5 +55,11 @@ def _with_dumps(passes: Sequence[tuple[str, Pass]], folder: Path) -> Iterable[Pa
 def run_passes(gm: GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass]) -> GraphModule:
     """Runs passes one after the other and returns the last one's module."""
     for one in passes:
-        gm = one(gm, example_inputs)
+        with span(f"pass {_name_of(one)}", "graph passes"):
+            gm = one(gm, example_inputs)
     return gm
+
+
+def _name_of(one: Pass) -> str:
+    named = one.func if isinstance(one, partial) else one
+    return str(getattr(named, "__name__", type(named).__name__))

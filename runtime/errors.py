@@ -59,6 +59,10 @@ class MarkResultError(CompileError):
     """A marked function gave compiled code another result than tracing was told it would."""
 
 
+class RecompileError(CompileError):
+    """A frozen forward was called as it was never compiled for."""
+
+
 class BatchError(SglPiecewiseError, ValueError):
     """A batch whose fields contradict each other, or that something was asked of that it has not."""
 

@@ -44,6 +44,26 @@ def use_capture(capture: ActiveCapture | None) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
+class _NotedMarks:
+    """Stands in for a capture and notes the marks that it is asked to run."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.names.append(mark.name)
+        with use_capture(None):
+            return mark.fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def noted_marks() -> Iterator[list[str]]:
+    """Notes the names of the marked calls that the block makes, in order; the list is filled while it runs."""
+    noted = _NotedMarks()
+    with use_capture(noted):
+        yield noted.names
+
+
 class MarkedFunction:
     """A function whose calls end the graph segment that is being captured.
 

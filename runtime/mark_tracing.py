@@ -11,14 +11,14 @@ Imported by Dynamo at trace time only; see `mark.MarkedFunction.__call__`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 
 from . import torch_private, torch_private_sizes, tree
 from . import torch_private_tracing as dynamo
-from .mark import MarkedFunction, use_capture
+from .mark import ActiveCapture, MarkedFunction, use_capture
 from .mark_call_site import ArgumentLeaf, CallSite, FreshTensor, ResultLeaf, register_call_site
 from .mark_handles import handle_of
 from .mark_operator import SHAPE_ONLY, operator_returning
@@ -32,6 +32,20 @@ def trace_marked_call(mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[
     return mark(*args, **kwargs)
 
 
+class Callee(Protocol):
+    """What tracing needs of something whose calls are one node: a mark, or what stands for another call.
+
+    Attributes:
+        fn: Runs on fake tensors, to see what it returns.
+        name: For errors.
+        fake: Gives results of the right structure without computing, or None.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    fake: Callable[..., Any] | None
+
+
 def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
     """Handles a traced call of `trace_marked_call`; returns the variable of the mark's result."""
     mark = dynamo.real_object(tx, mark_variable)
@@ -41,27 +55,37 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
             f"Mark {mark.name!r} is made inside the function that is being compiled. Mark it outside."
         )
     dynamo.guard_on_identity(source)
-    call = _Arguments(tx, mark)
-    call.handles.append(dynamo.node_argument(tx, mark, source, handle_of))
+    call = TracedCall(tx, mark)
+    call.take_object(mark, source)
     given, keywords = dynamo.list_of(tx, args), dynamo.dict_of(tx, kwargs)
     told = None if mark.fake is None else _trace_fake(tx, mark, source, given, keywords)
-    arguments = tree.Spec(
-        tuple,
-        (0, 1),
-        (
-            tree.Spec(
-                tuple,
-                tuple(range(len(given))),
-                tuple(call.add(value, str(i)) for i, value in enumerate(given)),
-            ),
-            tree.Spec(dict, tuple(keywords), tuple(call.add(value, key) for key, value in keywords.items())),
-        ),
-    )
-    call.refuse_autograd()
-    results = _Results(call)
+    arguments = call.take_arguments(given, keywords)
+    results = Results(call)
     spec = results.run_body(arguments) if told is None else results.add_traced(told)
-    site = CallSite(
-        name=mark.name,
+    return emit_call(call, results, spec, arguments, CallSite)
+
+
+def emit_call(
+    call: TracedCall,
+    results: Results,
+    spec: tree.Spec,
+    arguments: tree.Spec,
+    make_site: Callable[..., CallSite],
+) -> Any:
+    """Puts a call into the graph as one node.
+
+    Args:
+        call: Its arguments, taken.
+        results: Its results, planned.
+        spec: Their structure.
+        arguments: Structure of the arguments.
+        make_site: `CallSite`, or what makes one of another kind from the same fields.
+
+    Returns:
+        The variable of the whole result.
+    """
+    site = make_site(
+        name=call.callee.name,
         arguments=arguments,
         argument_leaves=tuple(call.leaves),
         results=spec,
@@ -70,7 +94,7 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
     proxies = [tensor.as_proxy() for tensor in call.tensors]
     num_fresh = sum(leaf.kind == "fresh" for leaf in site.result_leaves)
     node_arguments = (proxies, call.handles, call.ints, register_call_site(site))
-    fresh = dynamo.emit_call(tx, operator_returning(num_fresh), node_arguments, num_fresh)
+    fresh = dynamo.emit_call(call.tx, operator_returning(num_fresh), node_arguments, num_fresh)
     return results.variable(spec, fresh)
 
 
@@ -86,12 +110,12 @@ def _trace_fake(
     return result
 
 
-class _Arguments:
+class TracedCall:
     """The arguments of one call, sorted into what the operator takes."""
 
-    def __init__(self, tx: Any, mark: MarkedFunction) -> None:
+    def __init__(self, tx: Any, callee: Callee) -> None:
         self.tx = tx
-        self.mark = mark
+        self.callee = callee
         self.tensors: list[Any] = []
         self.handles: list[Any] = []
         self.ints: list[Any] = []
@@ -99,11 +123,27 @@ class _Arguments:
         self.leaves: list[ArgumentLeaf] = []
         self.values: list[Any] = []  # What the body gets when it runs on fake tensors.
 
+    def take_object(self, value: Any, source: Any) -> None:
+        """Makes an object the next handle of the call; the first is what is called."""
+        self.handles.append(dynamo.node_argument(self.tx, value, source, handle_of))
+
+    def take_arguments(self, given: list[Any], keywords: dict[str, Any]) -> tree.Spec:
+        """Takes all arguments; returns the structure of (args, kwargs).
+
+        Raises:
+            TracingError: One cannot be handed to a call that is one node, or autograd would record it.
+        """
+        args = tuple(self.add(value, str(index)) for index, value in enumerate(given))
+        kwargs = tuple(self.add(value, key) for key, value in keywords.items())
+        self.refuse_autograd()
+        children = (tree.Spec(tuple, tuple(range(len(args))), args), tree.Spec(dict, tuple(keywords), kwargs))
+        return tree.Spec(tuple, (0, 1), children)
+
     def add(self, variable: Any, path: str) -> tree.Spec:
         """Takes one argument apart; returns its structure."""
         tx = self.tx
         number = dynamo.unread_number(variable)
-        if number is not None and self.mark.fake is not None:
+        if number is not None and self.callee.fake is not None:
             # ``fake`` did not look at it, so no shape hangs on it: one trace serves every value.
             dynamo.guard_on_type(variable.source)
             return self._add_object(number, variable.source)
@@ -139,7 +179,7 @@ class _Arguments:
         if dynamo.is_constant(variable):
             return self._add_constant(variable.as_python_constant())
         raise dynamo.TracingError(
-            f"Mark {self.mark.name!r}: argument {path} is a {kind.__name__} that the compiled function makes "
+            f"Mark {self.callee.name!r}: argument {path} is a {kind.__name__} that the compiled function makes "
             "itself, so it does not exist when the marked function is called. Make it outside and pass it in, "
             "make it a dataclass, or pass its parts."
         )
@@ -160,7 +200,7 @@ class _Arguments:
         return tree.LEAF
 
     def _add_object(self, value: Any, source: Any) -> tree.Spec:
-        self.handles.append(dynamo.node_argument(self.tx, value, source, handle_of))
+        self.take_object(value, source)
         # The first handle is the mark's.
         self._add_leaf(ArgumentLeaf(kind="object", index=len(self.handles) - 2), value)
         return tree.LEAF
@@ -175,7 +215,7 @@ class _Arguments:
     def _refuse_changed(self, variable: Any, path: str) -> None:
         if dynamo.has_pending_changes(self.tx, variable):
             raise dynamo.TracingError(
-                f"Mark {self.mark.name!r}: argument {path} is an object that the compiled function changed before "
+                f"Mark {self.callee.name!r}: argument {path} is an object that the compiled function changed before "
                 "this call. Compiled code changes objects after its graph has run, so the marked function would "
                 "not see it. Pass what changed as an argument of its own, or change it inside the mark."
             )
@@ -192,29 +232,40 @@ class _Arguments:
         """Raises if the call would need a gradient."""
         if torch.is_grad_enabled() and any(dynamo.example_value(one).requires_grad for one in self.tensors):
             raise dynamo.TracingError(
-                f"Mark {self.mark.name!r} is compiled while autograd records, and a marked call has no gradient "
+                f"Mark {self.callee.name!r} is compiled while autograd records, and a marked call has no gradient "
                 "in a graph. Call under torch.inference_mode() or torch.no_grad()."
             )
 
 
-class _Results:
+class Results:
     """What a marked call returns: a plan for each leaf."""
 
-    def __init__(self, call: _Arguments) -> None:
+    def __init__(self, call: TracedCall) -> None:
         self.leaves: list[ResultLeaf] = []
         self._call = call
         examples = [dynamo.example_value(tensor) for tensor in call.tensors]
         self._examples = examples
         self._sizes = torch_private_sizes.SizeExpressions(examples, call.symbolic_ints, call.add_symbol)
 
-    def run_body(self, arguments: tree.Spec) -> tree.Spec:
-        """Runs the body on fake tensors and plans what it returns; returns its structure."""
-        mark = self._call.mark
+    def run_body(self, arguments: tree.Spec, capture: ActiveCapture | None = None) -> tree.Spec:
+        """Runs the body on fake tensors and plans what it returns.
+
+        Args:
+            arguments: Structure of the arguments.
+            capture: Serves the marks that the body meets; None runs theirs too.
+
+        Returns:
+            The structure of the result.
+
+        Raises:
+            TracingError: The body cannot run so, or returns what a graph cannot follow.
+        """
+        mark = self._call.callee
         args, kwargs = tree.unflatten(arguments, self._call.values)
         try:
             with (
                 unchanged_objects((args, kwargs), mark.fn),
-                use_capture(None),
+                use_capture(capture),
                 dynamo.on_fake_tensors(self._call.tx),
             ):
                 result = mark.fn(*args, **kwargs)
@@ -230,7 +281,7 @@ class _Results:
         return spec
 
     def _add_leaf(self, leaf: Any) -> None:
-        mark = self._call.mark
+        mark = self._call.callee
         if not isinstance(leaf, torch.Tensor):
             if not isinstance(leaf, _BAKED):
                 raise dynamo.TracingError(

@@ -1,8 +1,8 @@
 """Typed facts for reports, and the one clock that makes them.
 
-Records in, reports out: nothing else in the library reads a clock, but for ``stopwatch``, which
-times calls on a device. A record is frozen and holds plain Python values, so that it can be
-written as JSON as it is.
+Records in, reports out: nothing else in the library reads a clock, but for ``stopwatch``, which times calls on
+a device, and ``time_line``, which times the steps of a build. A record is frozen and holds plain Python values,
+so that it can be written as JSON as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
+
+from .time_line import Attribute, span
+
+TRACE, COMPILE_PIECES, FIRST_RUN = "trace", "compile_pieces", "first_run"
+"""Phases of a compile: Dynamo; passes and piece compilers; the run that it was made for."""
+
+COMPILE_PHASES = (TRACE, COMPILE_PIECES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +57,8 @@ class BuildRecord:
         is_emulated: True where the times say nothing about a GPU.
         segments_launched: Whether closed segments ran while capturing (of the size built last).
         total_s: Wall seconds from the call to all sizes ready.
-        phases_s: Wall seconds by phase: ``warm_up``, ``capture``, ``learn_output_shapes``,
+        phases_s: Wall seconds by phase: ``trace`` (Dynamo), ``compile_pieces`` (passes and piece compilers) and
+            ``first_run`` where something is compiled; ``warm_up``, ``capture``, ``learn_output_shapes``,
             ``wait_for_device``. A phase is named work; what is in none is ``unattributed_s``.
         sizes: One entry per capture size, in the order captured (largest first).
     """
@@ -61,6 +70,12 @@ class BuildRecord:
     total_s: float
     phases_s: dict[str, float]
     sizes: tuple[SizeBuild, ...]
+
+    @property
+    def compile_share(self) -> float:
+        """Part of the build that went into tracing and compiling."""
+        compile_s = sum(self.phases_s.get(phase, 0.0) for phase in COMPILE_PHASES)
+        return compile_s / self.total_s if self.total_s else 0.0
 
     @property
     def unattributed_s(self) -> float:
@@ -97,6 +112,26 @@ class CallStats:
     failures: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PieceBuild:
+    """What it took to compile one distinct piece.
+
+    Attributes:
+        key: Name of the piece, the same in every process; empty where it was not looked for on disk.
+        piece: Name of the first piece of its kind in its trace, for example ``piece_1``.
+        cache: ``hit`` (found on disk), ``miss`` (compiled), or ``uncached`` (no cache on disk was asked, or none
+            can hold it).
+        compile_s: Wall seconds in the piece compiler.
+        num_operators: Operators and other nodes in the piece, inputs and output left out.
+    """
+
+    key: str
+    piece: str
+    cache: Literal["hit", "miss", "uncached"]
+    compile_s: float
+    num_operators: int
+
+
 @dataclass
 class PhaseClock:
     """Adds up wall time by phase name. Phases do not nest.
@@ -110,14 +145,50 @@ class PhaseClock:
     started_s: float = field(default_factory=time.perf_counter)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Attributes the block's wall time to ``name``."""
+    def phase(self, name: str, **attributes: Attribute) -> Iterator[None]:
+        """Attributes the block's wall time to ``name``, and tells listeners of the build's time line.
+
+        Args:
+            name: The named work.
+            **attributes: What it is about, for the time line.
+        """
         begin = time.perf_counter()
         try:
-            yield
+            with span(name, name, **attributes):
+                yield
         finally:
             self.phases_s[name] = self.phases_s.get(name, 0.0) + time.perf_counter() - begin
 
     def total_s(self) -> float:
         """Returns wall seconds since the clock was made."""
         return time.perf_counter() - self.started_s
+
+
+@dataclass
+class LapClock:
+    """Adds up wall time by phase where phases nest: every moment belongs to the innermost one.
+
+    Attributes:
+        phases_s: Wall seconds so far by phase.
+    """
+
+    phases_s: dict[str, float] = field(default_factory=dict)
+    _phase: str | None = None
+    _since_s: float = field(default_factory=time.perf_counter)
+
+    def enter(self, phase: str | None) -> str | None:
+        """Lets the time from now on count as ``phase``, as nothing if None; returns the phase before."""
+        now_s, before = time.perf_counter(), self._phase
+        if before is not None:
+            self.phases_s[before] = self.phases_s.get(before, 0.0) + now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
+        return before
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attributes the block's wall time to ``name``, but for phases inside it."""
+        before = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(before)

@@ -60,6 +60,14 @@ def with_lazy_bits(tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.T
     return torch._neg_view(tensor) if is_neg else tensor
 
 
+def as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that was not made in inference mode over the same storage, which it keeps alive."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return with_lazy_bits_of(tensor, _over_storage(tensor.untyped_storage(), tensor))
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Returns an identity of the tensor's storage, valid while the storage lives."""
     key: int = tensor.untyped_storage()._cdata

@@ -9,17 +9,21 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sgl_piecewise.entry import capture, cell_name, compiled_forward, trace_for_all_sizes
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice
-from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.capture.sizes import ShapeKey
-from sgl_piecewise.runtime.records import BuildRecord
+from sgl_piecewise.runtime.mark import noted_marks
+from sgl_piecewise.runtime.records import BuildRecord, PhaseClock
 
 from .report import GraphMemory
+
+if TYPE_CHECKING:
+    from sgl_piecewise.compiler.forward import CompiledForward
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase's name, how many steps are done, and how many there are."""
@@ -45,7 +49,13 @@ class ArmSetup:
 
 
 class Arm(abc.ABC):
-    """One strategy, ready to be built and run."""
+    """One strategy, ready to be built and run.
+
+    Attributes:
+        keeps_bits: Whether its outputs must equal padded eager's bit for bit; else they are judged by a tolerance.
+    """
+
+    keeps_bits = True
 
     @abc.abstractmethod
     def build(self, on_progress: Progress) -> BuildRecord | None:
@@ -110,17 +120,29 @@ class EagerArm(Arm):
 
 
 class CapturedArm(Arm):
-    """The model captured as it is, without a compiler."""
+    """The model captured, as it is or compiled.
 
-    def __init__(self, setup: ArmSetup, strategy: Literal["breakable", "full"]) -> None:
+    Args:
+        setup: As for every arm.
+        strategy: How it is captured.
+        compiler: What compiles its pieces, or None.
+    """
+
+    def __init__(
+        self, setup: ArmSetup, strategy: Literal["breakable", "full"], compiler: str | None = None
+    ) -> None:
         self._setup = setup
         self._strategy: Literal["breakable", "full"] = strategy
+        self._compiler = compiler
+        self.keeps_bits = compiler in _BIT_KEEPING
         self._built: CapturedCallable | None = None
 
     def build(self, on_progress: Progress) -> BuildRecord:
         self._built = capture(
             self._setup.model,
             self._setup.example,
+            compile=self._compiler,
+            on_recompile=None if self._compiler is None else "eager",
             strategy=self._strategy,
             outputs="copy",
             capture_sizes=self._setup.capture_sizes,
@@ -150,7 +172,8 @@ class CapturedArm(Arm):
         return size if ShapeKey(size=size) in self._captured.recordings else None
 
     def fallbacks(self) -> dict[str, int]:
-        return dict(self._captured.fallbacks)
+        fallbacks = self._captured.fallbacks
+        return dict(fallbacks) if self._compiler is None else dict(fallbacks + self._captured.fn.fallbacks)
 
     def memory(self) -> GraphMemory:
         built = [size for size in self._record.sizes if size.error is None]
@@ -172,9 +195,80 @@ class CapturedArm(Arm):
             self._built = None
 
 
+class CompiledArm(Arm):
+    """The model compiled and not captured: runs on the real tokens alone, as eager does."""
+
+    def __init__(self, setup: ArmSetup, compiler: str) -> None:
+        self._setup = setup
+        self._compiler = compiler
+        self.keeps_bits = compiler in _BIT_KEEPING
+        self._forward: CompiledForward | None = None
+        self._break_names: tuple[str, ...] = ()
+
+    def build(self, on_progress: Progress) -> BuildRecord:
+        clock = PhaseClock()
+        on_progress("compile", 0, 1)
+        setup = self._setup
+        forward = compiled_forward(setup.model, self._compiler)
+        trace_for_all_sizes(forward, setup.example, {}, setup.capture_sizes, None)
+        forward.freeze("eager")
+        with clock.phase("wait_for_device"):
+            setup.device.synchronize()
+        self._forward = forward
+        record = BuildRecord(
+            strategy=cell_name(self._compiler, "none"),
+            device=setup.device.name,
+            is_emulated=setup.device.is_emulated,
+            segments_launched=False,
+            total_s=clock.total_s(),
+            phases_s=forward.phases_s | clock.phases_s,
+            sizes=(),
+        )
+        with noted_marks() as names:
+            forward(*setup.example)
+        self._break_names = tuple(names)
+        on_progress("compile", 1, 1)
+        return record
+
+    @property
+    def _compiled(self) -> CompiledForward:
+        assert self._forward is not None, "an arm is built before it is used"
+        return self._forward
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        result: torch.Tensor = self._compiled(*arguments)
+        return result
+
+    def padded_size(self, num_tokens: int) -> int:
+        """Nothing is padded."""
+        return num_tokens
+
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self._compiled.fallbacks)
+
+    def memory(self) -> None:
+        """There are no graphs."""
+
+    @property
+    def break_names(self) -> tuple[str, ...]:
+        return self._break_names
+
+    def close(self) -> None:
+        self._forward = None
+
+
+# Compilers whose pieces run the operators of eager in eager's order.
+_BIT_KEEPING = frozenset({None, "fx"})
+
 STRATEGIES: dict[str, Callable[[ArmSetup], Arm]] = {
     "eager": EagerArm,
     "full": lambda setup: CapturedArm(setup, "full"),
     "breakable": lambda setup: CapturedArm(setup, "breakable"),
+    "fx": lambda setup: CompiledArm(setup, "fx"),
+    "fx_full": lambda setup: CapturedArm(setup, "full", "fx"),
+    "fx_piecewise": lambda setup: CapturedArm(setup, "breakable", "fx"),
+    "tc": lambda setup: CompiledArm(setup, "inductor"),
+    "tc_full": lambda setup: CapturedArm(setup, "full", "inductor"),
+    "tc_piecewise": lambda setup: CapturedArm(setup, "breakable", "inductor"),
 }
 """What can be compared, by name."""

@@ -1,4 +1,4 @@
-"""Values before times: every strategy against padded eager, bit for bit.
+"""Values before times: every strategy against padded eager, bit for bit or within eager's own rounding error.
 
 Each output is looked at only after the same strategy has run at another size: memory that was
 freed too early, or shared between sizes, shows then and not before. Token counts come in a
@@ -7,6 +7,7 @@ seeded random order for the same reason.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from .arms import Progress
 from .candidate import Candidate
 from .inputs import InputSet, padded_to
 from .report import CaseValues, FirstDifference
+from .tolerance import closeness, wide_model
 from .values import first_difference, max_abs_difference, next_token_agreement
 
 Model = Callable[..., torch.Tensor]
@@ -42,15 +44,34 @@ def check_values(
         on_progress: Told after every token count.
 
     Raises:
-        ConfigError: The model gives no tensor of one row a token, or differs from itself.
+        ConfigError: The model gives no tensor of one row a token, differs from itself, or cannot be widened
+            though a strategy is to be judged by a tolerance.
     """
+    wide = _wide_reference(model, candidates)
     order = list(range(len(input_sets)))
     random.Random(seed).shuffle(order)
     for done, index in enumerate(order):
         on_progress("checking values", done, len(order))
         other = input_sets[0] if index else input_sets[-1]
-        _CountCheck(model, candidates, input_sets[index], other).run()
+        _CountCheck(model, wide, candidates, input_sets[index], other).run()
+    for candidate in candidates:
+        candidate.judge_excused()
     on_progress("checking values", len(order), len(order))
+
+
+def _wide_reference(model: Model, candidates: Sequence[Candidate]) -> Model | None:
+    """Returns the model in a wider dtype if a strategy needs it for its tolerance."""
+    names = [one.strategy for one in candidates if one.takes_part and not one.arm.keeps_bits]
+    if not names:
+        return None
+    wide = wide_model(model)
+    if wide is None:
+        raise ConfigError(
+            f"Strategy {names[0]!r} rounds otherwise than eager, so its values are judged by eager's own error "
+            "against the model in a wider dtype, and of a plain function there is no such copy. Give the module, "
+            "or a method of it."
+        )
+    return wide
 
 
 class _CountCheck:
@@ -58,15 +79,22 @@ class _CountCheck:
 
     Args:
         model: The reference.
+        wide: The model in a wider dtype, where a candidate needs it.
         candidates: Eager among them.
         inputs: Of this token count.
         other: Of another one; run between a candidate's output and the look at it.
     """
 
     def __init__(
-        self, model: Model, candidates: Sequence[Candidate], inputs: InputSet, other: InputSet
+        self,
+        model: Model,
+        wide: Model | None,
+        candidates: Sequence[Candidate],
+        inputs: InputSet,
+        other: InputSet,
     ) -> None:
         self._model = model
+        self._wide = wide
         self._candidates = candidates
         self._inputs = inputs
         self._other = other
@@ -76,7 +104,7 @@ class _CountCheck:
         found: dict[str, list[CaseValues]] = {candidate.strategy: [] for candidate in self._candidates}
         for input_index in range(len(self._inputs.inputs)):
             # Padded sizes to outputs; made on demand, dropped with the input: logits are large.
-            references: dict[int, torch.Tensor] = {}
+            references: dict[tuple[Model, int], torch.Tensor] = {}
             for candidate in self._candidates:
                 if not candidate.takes_part or not candidate.can_run(self._inputs.num_tokens):
                     continue
@@ -92,13 +120,13 @@ class _CountCheck:
                 candidate.values.append(_worst(found[candidate.strategy]))
 
     def _check_input(
-        self, candidate: Candidate, input_index: int, references: dict[int, torch.Tensor]
+        self, candidate: Candidate, input_index: int, references: dict[tuple[Model, int], torch.Tensor]
     ) -> CaseValues | None:
         """Checks one candidate on one input; None where it gave no output of the right shape."""
         arguments, count = self._inputs.inputs[input_index], self._inputs.num_tokens
-        eager = self._reference(arguments, count, references)
+        eager = self._reference(self._model, arguments, count, references)
         padded_size = self._compared_size(candidate)
-        reference = self._reference(arguments, padded_size, references)
+        reference = self._reference(self._model, arguments, padded_size, references)
         if candidate.is_reference:
             return _differences(reference, eager, eager, count, padded_size)
         got = candidate.run(arguments, count)
@@ -106,21 +134,40 @@ class _CountCheck:
             return None
         if candidate.can_run(self._other.num_tokens):
             candidate.run(self._other.inputs[0], self._other.num_tokens)
-        candidate.first_difference = _judge(reference, got, self._inputs, input_index, padded_size)
-        if candidate.first_difference is not None:
+        close = None
+        if candidate.arm.keeps_bits or got.shape != reference.shape or got.dtype != reference.dtype:
+            wrong = _first_wrong(reference, got)
+        else:
+            assert self._wide is not None, "made before the check"
+            wide = self._reference(self._wide, arguments, padded_size, references)
+            close = closeness(wide, reference, got)
+            wrong = close.first_wrong
+        if wrong is not None:
+            candidate.first_difference = _difference_at(
+                wrong, reference, got, self._inputs, input_index, padded_size
+            )
             _check_repeatable(self._model, padded_to(arguments, padded_size), reference)
         if got.shape != reference.shape:
             return None
-        return _differences(reference, eager, got, count, padded_size)
+        entry = _differences(reference, eager, got, count, padded_size)
+        if close is None:
+            return entry
+        return dataclasses.replace(
+            entry, max_error=close.max_error, eager_error=close.eager_error, num_excused=close.num_excused
+        )
 
     def _reference(
-        self, arguments: tuple[Any, ...], num_rows: int, references: dict[int, torch.Tensor]
+        self,
+        model: Model,
+        arguments: tuple[Any, ...],
+        num_rows: int,
+        references: dict[tuple[Model, int], torch.Tensor],
     ) -> torch.Tensor:
-        """Returns eager's real rows when it runs on ``num_rows`` rows."""
-        if num_rows not in references:
-            output = checked_output(self._model(*padded_to(arguments, num_rows)), num_rows)
-            references[num_rows] = output[: self._inputs.num_tokens]
-        return references[num_rows]
+        """Returns the real rows of a model's output when it runs on ``num_rows`` rows."""
+        if (model, num_rows) not in references:
+            output = checked_output(model(*padded_to(arguments, num_rows)), num_rows)
+            references[model, num_rows] = output[: self._inputs.num_tokens]
+        return references[model, num_rows]
 
     def _compared_size(self, candidate: Candidate) -> int:
         """Eager itself is compared with eager padded as the first other candidate pads."""
@@ -151,20 +198,25 @@ def checked_output(output: object, num_rows: int) -> torch.Tensor:
     )
 
 
-def _judge(
-    reference: torch.Tensor, got: torch.Tensor, inputs: InputSet, input_index: int, padded_size: int
-) -> FirstDifference | None:
-    """Returns where ``got`` differs from ``reference``, or None."""
-    index: tuple[int, ...] | None
+def _first_wrong(reference: torch.Tensor, got: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns where the bits differ first, an empty index for another shape or dtype, or None."""
     if got.shape != reference.shape or got.dtype != reference.dtype:
-        index = ()
-        expected_text = f"{reference.dtype} {list(reference.shape)}"
-        got_text = f"{got.dtype} {list(got.shape)}"
-    else:
-        index = first_difference(reference, got)
-        if index is None:
-            return None
-        expected_text, got_text = repr(reference[index].item()), repr(got[index].item())
+        return ()
+    return first_difference(reference, got)
+
+
+def _difference_at(
+    index: tuple[int, ...],
+    reference: torch.Tensor,
+    got: torch.Tensor,
+    inputs: InputSet,
+    input_index: int,
+    padded_size: int,
+) -> FirstDifference:
+    """Describes a difference with both sides."""
+    expected_text, got_text = (
+        repr(one[index].item()) if index else f"{one.dtype} {list(one.shape)}" for one in (reference, got)
+    )
     return FirstDifference(
         num_tokens=inputs.num_tokens,
         padded_size=padded_size,
@@ -196,6 +248,7 @@ def _differences(
         max_diff_to_padded_eager=max_abs_difference(reference, got),
         max_diff_to_eager=max_abs_difference(eager, got),
         next_token_agreement=next_token_agreement(eager, got),
+        num_rows=count,
     )
 
 
@@ -213,4 +266,8 @@ def _worst(entries: Sequence[CaseValues]) -> CaseValues:
         max_diff_to_padded_eager=largest([entry.max_diff_to_padded_eager for entry in entries]),
         max_diff_to_eager=largest([entry.max_diff_to_eager for entry in entries]),
         next_token_agreement=sum(agreements) / len(agreements) if agreements else None,
+        max_error=largest([entry.max_error for entry in entries]),
+        eager_error=largest([entry.eager_error for entry in entries]),
+        num_excused=sum(entry.num_excused for entry in entries),
+        num_rows=sum(entry.num_rows for entry in entries),
     )

@@ -20,9 +20,9 @@ from sgl_piecewise.runtime.records import BuildRecord
 from .intervals import Median
 from .plain import from_plain, to_plain
 
-SCHEMA = "sgl_piecewise.compare/1"
+SCHEMA = "sgl_piecewise.compare/2"
 
-Status = Literal["reference", "equal", "wrong", "failed"]
+Status = Literal["reference", "equal", "close", "wrong", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,11 @@ class CaseValues:
         max_diff_to_eager: The same to eager run on the real tokens alone.
         next_token_agreement: Part of the real rows whose largest logit is where eager (on the
             real tokens alone) has it; None for outputs that are not ``[T, V]``.
+        max_error: Largest absolute difference to the model in a wider dtype, run at ``padded_size``; None
+            where values must be bit-equal, or where one is not finite.
+        eager_error: The same of eager at ``padded_size``.
+        num_excused: Rows with another largest logit than padded eager's, excused as ties of the wide model.
+        num_rows: Real rows over all inputs of the case.
     """
 
     num_tokens: int
@@ -59,11 +64,15 @@ class CaseValues:
     max_diff_to_padded_eager: float | None
     max_diff_to_eager: float | None
     next_token_agreement: float | None
+    max_error: float | None = None
+    eager_error: float | None = None
+    num_excused: int = 0
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstDifference:
-    """The first place where outputs are not bit-equal to padded eager.
+    """The first place where outputs are wrong: not bit-equal to padded eager, or beyond the tolerance.
 
     Attributes:
         num_tokens: Token count of the run.
@@ -138,7 +147,8 @@ class StrategyReport:
 
     Attributes:
         strategy: Its name, a cell of the grid.
-        status: ``reference`` (eager), ``equal`` (bit for bit), ``wrong`` or ``failed`` (not built).
+        status: ``reference`` (eager), ``equal`` (bit for bit), ``close`` (within the tolerance), ``wrong`` or
+            ``failed`` (not built).
         failure: Why it could not be built, or None.
         build: What the build took; None for eager and for what failed.
         memory: What its graphs hold; None likewise.

@@ -95,6 +95,7 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
     for phase in _phases(strategies):
         add(f" {phase.replace('_', ' ')}", functools.partial(_phase, phase=phase))
     add(" other", lambda s: "-" if s.build is None else in_words_s(s.build.unattributed_s))
+    add(" compiler's share", _compile_share)
     add(" / eager forwards", lambda s: _build_ratio(report, s), True)
     add("graph segments", lambda s: _segments(s, "num_graph_segments"))
     add("breaks", lambda s: _segments(s, "num_breaks"), True)
@@ -103,6 +104,8 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
     add(" driver's own", _driver, True)
     add("max difference", lambda s: _largest_difference(s, "max_diff_to_padded_eager"))
     add(" unpadded", lambda s: _largest_difference(s, "max_diff_to_eager"))
+    if any(strategy.status == "close" for strategy in report.strategies):
+        add("/ eager's error", _error_ratio)
     add("next token", _agreement, True)
     add("tokens", lambda s: _latency_head(s, has_wide_cells))
     for case in report.cases:
@@ -118,6 +121,7 @@ def _status(strategy: StrategyReport) -> Text:
     words = {
         "reference": Text("reference"),
         "equal": Text("bit-equal", style="green"),
+        "close": Text("within tolerance", style="green"),
         "wrong": Text("WRONG", style="bold red"),
         "failed": Text("FAILED", style="bold red"),
     }
@@ -147,6 +151,21 @@ def _build_ratio(report: ComparisonReport, strategy: StrategyReport) -> str:
     if strategy.build is None or sweep.warm_s == 0 or sweep.num_forwards != len(report.capture_sizes):
         return "-"
     return f"{strategy.build.total_s / sweep.warm_s:.2f}"
+
+
+def _compile_share(strategy: StrategyReport) -> str:
+    share = None if strategy.build is None else strategy.build.compile_share
+    return "-" if not share else f"{share:.0%}"
+
+
+def _error_ratio(strategy: StrategyReport) -> str:
+    """How many times eager's own error against the wide model the strategy's is, at the worst token count."""
+    ratios = [
+        entry.max_error / entry.eager_error
+        for entry in strategy.values
+        if entry.max_error is not None and entry.eager_error
+    ]
+    return f"{max(ratios):.2f}" if ratios else "-"
 
 
 def _segments(strategy: StrategyReport, what: str) -> str:
@@ -228,7 +247,8 @@ def _legend(report: ComparisonReport) -> Text:
     return Text(
         "/ eager forwards: build time over one eager forward at each capture size. Max difference: to eager "
         "at the same padded size; unpadded: to eager on the real tokens alone. Next token: rows whose top-1 "
-        f"is eager's. Latency: median of {rounds} ± half the distance between the quartiles. Ratio: median "
+        f"is eager's. / eager's error: largest difference to the model in a wider dtype, over padded eager's own. "
+        f"Latency: median of {rounds} ± half the distance between the quartiles. Ratio: median "
         f"over rounds of latency over eager's, with its interval of at least {confidence} confidence. "
         '"24 in 32": 24 tokens padded to 32.',
         style="dim",

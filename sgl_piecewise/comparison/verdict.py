@@ -53,7 +53,28 @@ def _about_values(report: ComparisonReport) -> list[str]:
             f"{counted(num_counts, 'token count')} from {report.cases[0].num_tokens} to "
             f"{report.cases[-1].num_tokens}{_agreement(equal)}."
         )
+    sentences += [_about_closeness(strategy) for strategy in others if strategy.status == "close"]
     return sentences
+
+
+def _about_closeness(strategy: StrategyReport) -> str:
+    """Says how a strategy that rounds otherwise compares with eager's own rounding."""
+    ratios = [
+        values.max_error / values.eager_error
+        for values in strategy.values
+        if values.max_error is not None and values.eager_error
+    ]
+    if not ratios:
+        return f"{strategy.strategy} ran at no token count."
+    num_excused = sum(values.num_excused for values in strategy.values)
+    num_rows = sum(values.num_rows for values in strategy.values)
+    tokens = "all next tokens are padded eager's"
+    if num_excused:
+        tokens = f"{num_excused} of {num_rows} next tokens differ from padded eager's, each a tie"
+    return (
+        f"{strategy.strategy} is at most {max(ratios):.2f} times as far from the model in a wider dtype as padded "
+        f"eager is; {tokens}."
+    )
 
 
 def _agreement(strategies: list[StrategyReport]) -> str:

@@ -197,6 +197,19 @@ def test_absent_piece_compiler_names_its_extra(
         piece_compiler_for(CompileOptions(piece_compiler=name))
 
 
+def test_last_compile_before_dynamo_gives_up_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def fn(x: torch.Tensor, label: str) -> torch.Tensor:
+        return marked(x) + len(label)
+
+    forward = torch.compile(fn, backend="sgl_piecewise", options={"piece_compiler": "fx"})
+    with caplog.at_level(logging.WARNING, logger="sgl_piecewise.compiler"):
+        for number in range(7):
+            forward(X, "x" * number)
+        assert "recompile_limit" not in caplog.text
+        forward(X, "x" * 7)
+    assert "PyTorch will run any other call of it uncompiled" in caplog.text
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 

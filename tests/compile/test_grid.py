@@ -83,3 +83,35 @@ def test_captured_compiled_model_gives_values_and_breaks_of_eager(
         expected = model(torch.cat([ids, padding]), torch.cat([positions, padding]))[:num]
         assert_equal_values(piece_compiler, captured(ids, positions), expected)
     assert not captured.fallbacks
+
+
+@pytest.mark.parametrize("shares_layers", [True, False], ids=["layers shared", "whole model"])
+@pytest.mark.parametrize("strategy", ["full", "breakable"])
+@pytest.mark.parametrize("compiler", ["fx", "inductor"])
+def test_capture_that_compiles_gives_values_and_breaks_of_eager(
+    graph_device: GraphDevice, compiler: str, strategy: str, shares_layers: bool
+) -> None:
+    """The entry that is ours: one trace serves all sizes, and no call after the build needs another."""
+    device = graph_device.torch_device
+    model = model_on(device)
+    captured = capture(
+        model,
+        tokens(8, device),
+        compile=compiler,
+        shares_layers=shares_layers,
+        on_recompile="error",
+        strategy=strategy,
+        capture_sizes=SIZES,
+        device=graph_device,
+    )
+    for recording in captured.recordings.values():
+        names = [segment.mark.name for segment in recording.segments if isinstance(segment, EagerSegment)]
+        assert names == (["attend", "attend"] if strategy == "breakable" else [])
+    for num, padded in ((8, 8), (3, 4), (7, 8), (1, 4), (20, 20)):
+        ids, positions = tokens(num, device, seed=num)
+        padding = torch.zeros(padded - num, dtype=ids.dtype, device=device)
+        expected = model(torch.cat([ids, padding]), torch.cat([positions, padding]))[:num]
+        assert_equal_values(compiler, captured(ids, positions), expected)
+    assert captured.fallbacks == {"size_over_largest": 1}
+    counts = captured.fn.counts
+    assert (counts.num_traces, counts.num_layer_traces) == (1, int(shares_layers))

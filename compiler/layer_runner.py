@@ -1,0 +1,122 @@
+"""Runs shared layers: a class's forward is traced once, and again only where Dynamo's guards tell layers apart.
+
+Which runner serves a layer's call is that of the compiled forward that is running.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.errors import CompileError
+
+from .layer_sharing import forward_of, original_class
+from .traced_function import Backend, CompileState, TracedFunction, ready_to_trace
+
+_RUNNER: contextvars.ContextVar[LayerRunner | None] = contextvars.ContextVar(
+    "sgl_piecewise_layer_runner", default=None
+)
+
+
+class LayerRunner:
+    """Compiles and runs the shared layers of one compiled forward.
+
+    Args:
+        backend: Compiles a trace of a layer.
+        state: Shared with the compiled forward; one of its own if None.
+    """
+
+    def __init__(self, backend: Backend, state: CompileState | None = None) -> None:
+        self._backend = backend
+        self._state = CompileState() if state is None else state
+        self._functions: dict[Callable[..., Any], TracedFunction] = {}
+
+    def run(
+        self,
+        layer: torch.nn.Module,
+        dynamic_dims: Sequence[Sequence[int]],
+        tensors: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs one layer.
+
+        Args:
+            layer: Which.
+            dynamic_dims: Of each tensor, the dimensions that no trace may bake in.
+            tensors: The tensors among the arguments.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
+        forward = forward_of(layer)
+        function = self._functions.get(forward)
+        if function is None:
+            function = self._functions[forward] = TracedFunction(
+                _call_layer,
+                self._backend,
+                name=original_class(layer).__qualname__,
+                state=self._state,
+                is_layer=True,
+            )
+        before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
+        return function(forward, layer, args, kwargs, before_trace=before_trace)
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a compiled forward whose shared layers this runs."""
+
+        def run(*args: Any) -> Any:
+            token = _RUNNER.set(self)
+            try:
+                return forward(*args)
+            finally:
+                _RUNNER.reset(token)
+
+        return run
+
+
+def current_layer_runner() -> LayerRunner:
+    """Returns the runner of the compiled forward that is running.
+
+    Raises:
+        CompileError: None is: a graph of ours was taken out of what compiled it.
+    """
+    runner = _RUNNER.get()
+    if runner is None:
+        raise CompileError(
+            "A graph that calls a shared layer ran outside the forward that it was compiled for."
+        )
+    return runner
+
+
+def layer_runner_for(backend: Backend) -> LayerRunner:
+    """Returns the runner that a forward compiled now is to use: the present one, or else a new one."""
+    return _RUNNER.get() or LayerRunner(backend)
+
+
+def _call_layer(forward: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+    """What Dynamo traces."""
+    return forward(layer, *args, **kwargs)
+
+
+def _with_dynamic_dims(
+    state: CompileState,
+    dynamic_dims: Sequence[Sequence[int]],
+    tensors: Sequence[torch.Tensor],
+    forward: Any,
+    layer: Any,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, ...]:
+    """Returns the arguments ready to be traced with."""
+    dims = {id(tensor): one for tensor, one in zip(tensors, dynamic_dims, strict=True)}
+    leaves, spec = tree.flatten((args, kwargs))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[index] = ready_to_trace(leaf, dims.get(id(leaf), ()), state)
+    args, kwargs = tree.unflatten(spec, leaves)
+    return forward, layer, args, kwargs

@@ -1,0 +1,177 @@
+"""What Dynamo does when it meets a shared layer: one node, run by the `LayerRunner` of the compiled forward.
+
+The node is a marked call's operator with another call site, so passes split there as they do at marks. Only
+it is no break: the layer is compiled apart, and the marks inside it break. What it returns is learnt by
+running the layer on fake tensors, once for layers of one structure.
+
+Imported for its effect on Dynamo.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_piecewise.runtime import torch_private, tree
+from sgl_piecewise.runtime import torch_private_tracing as dynamo
+from sgl_piecewise.runtime.errors import MarkResultError
+from sgl_piecewise.runtime.mark import MarkedFunction, use_capture
+from sgl_piecewise.runtime.mark_call_site import CallSite, ResultLeaf, call_site
+from sgl_piecewise.runtime.mark_operator import is_marked_call
+from sgl_piecewise.runtime.mark_tracing import Results, TracedCall, emit_call
+from sgl_piecewise.runtime.torch_private_entries import without_dynamic_marks
+
+from .layer_runner import current_layer_runner
+from .layer_sharing import call_as_node, forward_of, original_class
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCallSite(CallSite):
+    """The call of a shared layer.
+
+    Attributes:
+        dynamic_dims: Of each tensor, the dimensions that are symbolic in the forward around the layer.
+    """
+
+    dynamic_dims: tuple[tuple[int, ...], ...]
+
+    def call(
+        self, mark: Any, tensors: Sequence[torch.Tensor], objects: Sequence[Any], ints: Sequence[int]
+    ) -> Any:
+        """Runs the layer, which stands where a mark would."""
+        # Guards tell tensors made in inference mode, and marked ones, from others: inputs of the forward are either.
+        tensors = [torch_private.as_normal_tensor(without_dynamic_marks(tensor)) for tensor in tensors]
+        run = functools.partial(current_layer_runner().run, mark, self.dynamic_dims, tensors)
+        return super().call(_PackedArguments(run), tensors, objects, ints)
+
+    def _mismatch(self, what: str) -> MarkResultError:
+        return MarkResultError(
+            f"Layer {self.name!r} returned another result than an equal layer did while the forward was traced: "
+            f"{what}. Layers whose classes, tensors and flags are equal must return alike; keep this model's layers "
+            "apart with shares_layers=False, or give those that return otherwise another class."
+        )
+
+
+class _PackedArguments:
+    """Hands positional and keyword arguments on as a tuple and a dict."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with both."""
+        return self._function(args, kwargs)
+
+
+def is_layer_call(node: torch.fx.Node) -> bool:
+    """Tells whether a node of a graph is the call of a shared layer."""
+    return is_marked_call(node.target) and isinstance(call_site(str(node.args[3])), LayerCallSite)
+
+
+class _Layer:
+    """A layer as tracing wants it: with a function that runs it on fake tensors."""
+
+    def __init__(self, layer: torch.nn.Module, name: str) -> None:
+        self.name = name
+        self.fake: Callable[..., Any] | None = None
+        forward = forward_of(layer)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return forward(layer, *args, **kwargs)
+
+        self.fn = run
+
+
+class _FakeMarks:
+    """Gives what marks would return, for a run that only has to give shapes."""
+
+    def call_marked(self, mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with use_capture(None):
+            return (mark.fn if mark.fake is None else mark.fake)(*args, **kwargs)
+
+
+_Plan = tuple[tree.Spec, list[ResultLeaf]]
+# By the symbols of a trace: the result of a call, by the layer's structure and what it is called with.
+_PLANS: weakref.WeakKeyDictionary[Any, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
+
+
+def _trace(tx: Any, layer_variable: Any, args: Any, kwargs: Any) -> Any:
+    """Handles a traced call of `call_as_node`; returns the variable of its result."""
+    layer = dynamo.real_object(tx, layer_variable)
+    name = original_class(layer).__qualname__
+    try:
+        result = _trace_as_node(tx, layer, layer_variable.source, args, kwargs)
+    except dynamo.TracingError as err:
+        _logger.warning("Layer %s is traced where it stands, not once for all equal ones: %s", name, err)
+        return dynamo.tuple_of([dynamo.constant(False), dynamo.constant(None)])
+    return dynamo.tuple_of([dynamo.constant(True), result])
+
+
+def _trace_as_node(tx: Any, layer: torch.nn.Module, source: Any, args: Any, kwargs: Any) -> Any:
+    name = original_class(layer).__qualname__
+    if source is None:
+        raise dynamo.TracingError(f"Layer {name} is made inside the function that is being compiled.")
+    call = TracedCall(tx, _Layer(layer, name))
+    call.take_object(layer, source)
+    arguments = call.take_arguments(dynamo.list_of(tx, args), dynamo.dict_of(tx, kwargs))
+    examples = [dynamo.example_value(tensor) for tensor in call.tensors]
+    results, spec = _planned(call, arguments, layer, examples)
+    dims = tuple(
+        tuple(dim for dim, size in enumerate(example.shape) if isinstance(size, torch.SymInt))
+        for example in examples
+    )
+    # Call sites are told apart by their text, which the name begins.
+    call.callee.name = f"{name}, dynamic {dims}"
+    return emit_call(call, results, spec, arguments, functools.partial(LayerCallSite, dynamic_dims=dims))
+
+
+def _planned(
+    call: TracedCall, arguments: tree.Spec, layer: torch.nn.Module, examples: list[torch.Tensor]
+) -> tuple[Results, tree.Spec]:
+    """Returns what the call gives, from an equal call if there was one."""
+    plans = _PLANS.setdefault(call.tx.fake_mode.shape_env, {})
+    metas = tuple(f"{one.dtype} {one.device} {one.shape} {one.stride()}" for one in examples)
+    key = (layer_structure(layer), arguments, tuple(call.leaves), metas, tuple(map(str, call.symbolic_ints)))
+    results = Results(call)
+    if key in plans:
+        spec, leaves = plans[key]
+        results.leaves.extend(leaves)
+        return results, spec
+    num_ints = len(call.ints)
+    spec = results.run_body(arguments, _FakeMarks())
+    if len(call.ints) == num_ints:
+        plans[key] = spec, list(results.leaves)
+    return results, spec
+
+
+def layer_structure(layer: torch.nn.Module) -> str:
+    """Returns what a layer's results can hang on, as text: classes, tensors, flags; not numbers or objects.
+
+    A number or object that decides what a layer returns (not what is in it) is found when the layer runs.
+    """
+    lines = []
+    for name, module in layer.named_modules():
+        kind = original_class(module)
+        lines.append(f"{name} {kind.__module__}.{kind.__qualname__} #{id(kind)}")
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            described = (
+                None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            )
+            lines.append(f" {key} {described}")
+        for key, value in vars(module).items():
+            if value is None or isinstance(value, bool | str | torch.dtype | torch.device):
+                lines.append(f" {key}={value!r}")
+            elif isinstance(value, torch.Tensor):
+                lines.append(f" {key} {value.shape} {value.dtype} {value.device}")
+    return "\n".join(lines)
+
+
+dynamo.trace_calls_with(call_as_node, _trace)

@@ -1,0 +1,103 @@
+"""Private PyTorch APIs around what Dynamo keeps of a compiled function: code, guards, and how they come about.
+
+As in ``torch_private`` each piece is small, says what it relies on, and knows nothing of the rest of the
+library; tried on 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import exc
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._guards import CompileContext
+from torch.fx.experimental import _config as symbolic_shapes_config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+# Dynamo gives up beyond its limit of compiles for one function; who asks for none counts compiles.
+_NO_LIMIT = 1 << 30
+
+TRACING_FAILURES: tuple[type[Exception], ...] = (exc.TorchDynamoException, ConstraintViolationError)
+"""What Dynamo raises where it cannot trace; never what traced code raises when it runs."""
+
+
+class CompiledEntry:
+    """One compile of a function: code made by Dynamo, and the guards under which it may run.
+
+    Relies on the cache entries that Dynamo keeps with a code object. The entry itself is not held: its memory
+    goes with Dynamo's list, while its code and its guards are objects of their own.
+    """
+
+    def __init__(self, entry: Any, original: types.FunctionType) -> None:
+        self._guards = entry.guard_manager
+        self.run: Callable[..., Any] = types.FunctionType(
+            entry.code, original.__globals__, original.__name__, None, original.__closure__
+        )
+
+    def fits(self, values: dict[str, Any]) -> bool:
+        """Tells whether the guards hold, for arguments by parameter name and the modes that are on now."""
+        # Without its entry it is no longer valid: something that a guard compares by identity died, or
+        # Dynamo was reset.
+        return self._guards.cache_entry is not None and bool(self._guards.check(values))
+
+    def failed_guard(self, values: dict[str, Any]) -> str:
+        """Returns the guards that fail first, as text; empty if none does."""
+        info = self._guards.check_verbose(values)
+        return "; ".join(str(part) for part in info.verbose_code_parts) if not info.result else ""
+
+
+def compiled_entries(function: types.FunctionType) -> list[CompiledEntry]:
+    """Returns what Dynamo made of a function so far, in the order that it tries them."""
+    return [CompiledEntry(entry, function) for entry in _debug_get_cache_entry_list(function.__code__)]
+
+
+def with_own_code(function: types.FunctionType, name: str) -> types.FunctionType:
+    """Returns a function whose compiles are kept apart from those of the original, under a name of its own."""
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the tensor that autograd's bookkeeping says this is a view of, or None."""
+    return tensor._base
+
+
+def without_dynamic_marks(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that ``mark_dynamic`` was not called on, over the same memory: guards look at the marks."""
+    return tensor.detach() if any(name.startswith("_dynamo_") for name in vars(tensor)) else tensor
+
+
+@contextlib.contextmanager
+def one_compile_for_all_sizes() -> Iterator[None]:
+    """Lets one compile in the block serve as much as it can.
+
+    Sizes 0 and 1 are as any other, and integers of modules become inputs once they vary. Floats stay constants:
+    as inputs they would be host tensors, which a graph reads once. Dynamo's limit of compiles for one function,
+    beyond which it would give up, is off: who uses this counts compiles.
+    """
+    with (
+        symbolic_shapes_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        dynamo_config.patch(
+            allow_unspec_int_on_nn_module=True,
+            specialize_float=True,
+            recompile_limit=_NO_LIMIT,
+            accumulated_recompile_limit=_NO_LIMIT,
+        ),
+    ):
+        yield
+
+
+def is_last_compile() -> bool:
+    """Tells, inside a backend, whether Dynamo will give up on this function instead of compiling it once more."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and (compile_id.frame_compile_id or 0) + 1 == dynamo_config.recompile_limit
+
+
+def failure_inside_backend(error: Exception) -> Exception:
+    """Returns the error that a backend raised, where Dynamo wrapped it; else the error itself."""
+    return error.inner_exception if isinstance(error, exc.BackendCompilerFailed) else error

@@ -1,0 +1,198 @@
+"""``capture`` with a compiler in front: the one place that joins the two axes of the grid.
+
+Compiling makes a callable and capturing takes one; neither knows the other, so what knows both stands above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.build_profile import profiled
+from sgl_piecewise.runtime.capture.arguments import ArgumentBinder
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
+from sgl_piecewise.runtime.capture.entry import capture as capture_plain
+from sgl_piecewise.runtime.capture.session import refuse_nested_capture
+from sgl_piecewise.runtime.capture.sizes import validate_capture_sizes
+from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.time_line import span
+
+if TYPE_CHECKING:
+    from sgl_piecewise.compiler.forward import CompiledForward
+
+SUFFIXES = {"none": "", "full": "_full", "breakable": "_piecewise"}
+"""What a capture strategy adds to the name of a compiler in the names of cells."""
+
+
+def capture(
+    fn: Callable[..., Any],
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    compile: str | Callable[..., Any] | None = None,  # noqa: A002 - the axis of the grid has this name
+    compile_options: Mapping[str, Any] | None = None,
+    shares_layers: bool = True,
+    on_recompile: str | None = None,
+    **options: Any,
+) -> CapturedCallable:
+    """Captures a function or module, compiled first if asked.
+
+    Args:
+        fn: Any callable; run without autograd.
+        example_args: Positional arguments, at the largest capture size. Tensors are copied.
+        example_kwargs: Keyword arguments likewise.
+        compile: None, or what compiles the pieces between marks: ``inductor``, ``fx`` (runs them as they are),
+            the name of any Dynamo backend, or a callable. One trace and one compile serve all capture sizes.
+        compile_options: More options of backend ``sgl_piecewise``.
+        shares_layers: Whether equal layers of the module are traced and compiled once.
+        on_recompile: What a call without a graph does if it was not compiled for: None compiles, ``error``
+            raises, ``eager`` runs it uncompiled and counts that.
+        **options: Of `runtime.capture.entry.capture`: ``strategy``, ``capture_sizes``, ``outputs``, ...
+
+    Returns:
+        A callable with ``fn``'s signature. Its ``build`` has the compiler's phases too.
+
+    Raises:
+        ConfigError: An option that cannot be accepted.
+        CompileError: The function cannot be compiled; the message says where, and what to do.
+        CaptureError: It cannot be captured; nothing is left half-captured.
+    """
+    if compile is None:
+        for name, given in (("compile_options", compile_options), ("on_recompile", on_recompile)):
+            if given is not None:
+                raise ConfigError(f"{name} is given, but nothing is compiled: say with what in compile=.")
+        return capture_plain(fn, example_args, example_kwargs, **options)
+    refuse_nested_capture()
+    cell = cell_name(compile, options.get("strategy", "breakable"))
+    report = options.get("on_progress") or (lambda phase, done, total: None)
+    with profiled(options.pop("profile", None), "build", strategy=cell) as facts:
+        with span("import compiler", "import"):
+            compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
+        args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
+        report("compile", 0, 1)
+        with compiled.trusting():
+            trace_for_all_sizes(
+                compiled, args, kwargs, options.get("capture_sizes"), options.get("dynamic_dims")
+            )
+            report("compile", 1, 1)
+            captured = capture_plain(compiled, example_args, example_kwargs, **options)
+        facts.update(device=captured.pool.device.name, emulated=str(captured.pool.device.is_emulated))
+    if on_recompile is not None:
+        compiled.freeze(on_recompile)
+    _add_compile_phases(captured, compiled, cell)
+    return captured
+
+
+def cell_name(compiler: str | Callable[..., Any], strategy: str) -> str:
+    """Returns the name of a cell of the grid, for example ``tc_piecewise``."""
+    name = compiler if isinstance(compiler, str) else getattr(compiler, "__name__", type(compiler).__name__)
+    return f"{'tc' if name == 'inductor' else name}{SUFFIXES.get(strategy, '')}"
+
+
+def compiled_forward(
+    fn: Callable[..., Any],
+    piece_compiler: str | Callable[..., Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    shares_layers: bool = True,
+) -> CompiledForward:
+    """Returns a compiled forward, not traced yet; the compiler is imported here and not before."""
+    from sgl_piecewise.compiler.forward import CompiledForward
+
+    if "piece_compiler" in (options or {}):
+        raise ConfigError(
+            "compile_options names a piece_compiler, which is what compile= says: leave it out."
+        )
+    return CompiledForward(
+        fn, options={**(options or {}), "piece_compiler": piece_compiler}, shares_layers=shares_layers
+    )
+
+
+def trace_for_all_sizes(
+    compiled: CompiledForward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    capture_sizes: Sequence[int] | None,
+    dynamic_dims: Mapping[str, int] | None,
+) -> None:
+    """Traces and compiles at a size that is equal to no other dimension, where sizes vary at all.
+
+    Args:
+        compiled: What is traced.
+        args: Positional arguments at the largest size, as calls will pass them.
+        kwargs: Keyword arguments likewise.
+        capture_sizes: Ascending; None where all shapes are fixed.
+        dynamic_dims: As for `capture`.
+
+    Raises:
+        CompileError: It cannot be traced in one graph, or bakes its size in.
+    """
+    from sgl_piecewise.compiler.trace_size import sizes_in_use, trace_size
+
+    if capture_sizes is None:
+        compiled.trace(args, kwargs, {})
+        return
+    sizes = validate_capture_sizes(capture_sizes)
+    leaves, spec = tree.flatten((args, kwargs))
+    dims = _dynamic_leaves(leaves, ArgumentBinder(compiled).leaf_paths(args, kwargs), sizes[-1], dynamic_dims)
+    others = [
+        leaf if index not in dims else leaf.select(dims[index], 0)
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    size = trace_size(sizes, sizes_in_use(compiled.__self__, others))
+    for index, dim in dims.items():
+        rows = torch.arange(size, device=leaves[index].device) % sizes[-1]
+        leaves[index] = leaves[index].index_select(dim, rows)
+    args, kwargs = tree.unflatten(spec, leaves)
+    compiled.trace(args, kwargs, dims)
+
+
+def _dynamic_leaves(
+    leaves: Sequence[Any], paths: Sequence[str], largest: int, dynamic_dims: Mapping[str, int] | None
+) -> dict[int, int]:
+    """Returns which dimension of which leaf follows the capture size, by the rule of `StaticInputs`."""
+    found: dict[int, int] = {}
+    for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            continue
+        if dynamic_dims is None:
+            if leaf.shape[0] == largest:
+                found[index] = 0
+        elif path in dynamic_dims:
+            dim = dynamic_dims[path]
+            # What cannot be such a dimension is refused with a reason when inputs are made static.
+            if type(dim) is int and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == largest:
+                found[index] = dim % leaf.dim()
+    return found
+
+
+def _add_compile_phases(captured: CapturedCallable, compiled: CompiledForward, cell: str) -> None:
+    """Makes the compiler's time part of the build's."""
+    build = captured.build
+    assert build is not None, "capture() returns with its record"
+    phases_s = compiled.phases_s
+    captured.build = dataclasses.replace(
+        build,
+        strategy=cell,
+        total_s=build.total_s + sum(phases_s.values()),
+        phases_s={**phases_s, **build.phases_s},
+    )
+
+
+# Editors and ``help`` show the options by name.
+capture.__signature__ = inspect.signature(capture).replace(  # type: ignore[attr-defined]
+    parameters=[
+        *(one for one in inspect.signature(capture).parameters.values() if one.kind is not one.VAR_KEYWORD),
+        *(
+            one
+            for one in inspect.signature(capture_plain).parameters.values()
+            if one.kind is one.KEYWORD_ONLY
+        ),
+    ]
+)
