@@ -249,9 +249,7 @@ def ready_to_trace(value: torch.Tensor, dynamic_dims: Sequence[int], state: Comp
     """
     is_view = torch_private_entries.base_of_view(value) is not None
     fresh = value.detach() if is_view or dynamic_dims else value
-    mark = torch._dynamo.mark_dynamic if state.must_be_dynamic else torch._dynamo.maybe_mark_dynamic
-    for dim in dynamic_dims:
-        mark(fresh, dim)
+    torch_private_entries.mark_dynamic(fresh, dynamic_dims, must_be=state.must_be_dynamic)
     return fresh
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import exc
+from torch._dynamo import decorators, exc
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shapes_config
@@ -65,6 +65,13 @@ def with_own_code(function: types.FunctionType, name: str) -> types.FunctionType
 def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the tensor that autograd's bookkeeping says this is a view of, or None."""
     return tensor._base
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int], *, must_be: bool) -> None:
+    """Asks Dynamo not to bake dimensions in; with ``must_be`` it raises where it has to."""
+    mark = decorators.mark_dynamic if must_be else decorators.maybe_mark_dynamic
+    for dim in dims:
+        mark(tensor, dim)
 
 
 def without_dynamic_marks(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ from . import cli_profile
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
+    COMMAND_STRATEGIES,
     DEFAULT_CPU_ROUNDS,
     DEFAULT_CUDA_ROUNDS,
-    DEFAULT_STRATEGIES,
     CompareOptions,
     default_num_rounds,
     default_sizes,
@@ -75,7 +75,7 @@ def compare(
         str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
     ] = "auto",
     strategies: Annotated[str, typer.Option(help="Comma-separated; eager is always among them.")] = ",".join(
-        DEFAULT_STRATEGIES
+        COMMAND_STRATEGIES
     ),
     capture_sizes: Annotated[
         str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 from sgl_piecewise import cli
 from sgl_piecewise.comparison import report_from_json
 from sgl_piecewise.comparison.arms import STRATEGIES
+from sgl_piecewise.comparison.options import parse_names
 from sgl_piecewise.runtime.errors import SglPiecewiseError
 
 QUICK = ("tiny", "--device", "cpu", "--capture-sizes", "4,8", "--rounds", "2")
@@ -44,7 +46,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare_prints_the_table_and_writes_the_report(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    result = invoke(*QUICK, "--json", str(path))
+    result = invoke(*QUICK, "--strategies", "eager,full,breakable", "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "emulated: times say nothing about a GPU" in result.stdout
     assert "bit-equal" in result.stdout
@@ -55,6 +57,11 @@ def test_compare_prints_the_table_and_writes_the_report(tmp_path: Path) -> None:
     assert report.command is not None
     assert report.inputs.is_random
     assert len(report.strategies[2].break_names) == 2
+
+
+def test_compiled_rows_are_compared_unless_others_are_asked_for() -> None:
+    default = inspect.signature(cli.compare).parameters["strategies"].default
+    assert parse_names(default) == ("eager", "full", "breakable", "fx_piecewise", "tc_piecewise")
 
 
 def test_a_wrong_strategy_makes_the_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

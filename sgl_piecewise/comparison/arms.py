@@ -173,7 +173,10 @@ class CapturedArm(Arm):
 
     def fallbacks(self) -> dict[str, int]:
         fallbacks = self._captured.fallbacks
-        return dict(fallbacks) if self._compiler is None else dict(fallbacks + self._captured.fn.fallbacks)
+        if self._compiler is None:
+            return dict(fallbacks)
+        compiled: Any = self._captured.fn
+        return dict(fallbacks + compiled.fallbacks)
 
     def memory(self) -> GraphMemory:
         built = [size for size in self._record.sizes if size.error is None]

@@ -18,6 +18,8 @@ from .arms import STRATEGIES
 
 REFERENCE = "eager"
 DEFAULT_STRATEGIES = ("eager", "full", "breakable")
+# The command's model is a module, so that rows which round otherwise can be judged too.
+COMMAND_STRATEGIES = (*DEFAULT_STRATEGIES, "fx_piecewise", "tc_piecewise")
 DEFAULT_CPU_SIZES = (16, 32, 64, 128)
 DEFAULT_CUDA_LARGEST = 4096
 DEFAULT_CPU_ROUNDS = 7
