@@ -61,13 +61,13 @@ class LayerCallSite(CallSite):
 
 
 class _PackedArguments:
-    """Hands positional and keyword arguments on as a tuple and a dict."""
+    """Stands where a mark would, and hands arguments on as a tuple and a dict; a layer is no break."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function with both."""
+    def call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Any) -> Any:
+        """Calls the function with both; marks inside the layer have stand-ins of their own."""
         return self._function(args, kwargs)
 
 
