@@ -28,6 +28,7 @@ from ..kv.req_to_token import ReqToTokenPool
 from ..kv.translator import KVIndexTranslator, bind_and_verify_backends
 from ..records import PhaseClock
 from ..runners.base import GraphRunner, ModelRunnerOutput, ProgressCallback, Runner, RunnerParts
+from ..runners.compiling import CompiledForwards, ForwardCompiler
 from ..runners.decode import DecodeRunner
 from ..runners.eager import EagerRunner
 from ..runners.execution import ExecutionLog, Reason, Refusal
@@ -60,6 +61,7 @@ class ModelRunner:
         plan: What runs how.
         options: Limits and switches.
         agreement: Asks other ranks before a graph is chosen.
+        compiler: Compiles forwards, for plans with compile values; the runtime knows none.
 
     Raises:
         ConfigError: The plan or a limit cannot be met; an attention backend is unknown.
@@ -80,6 +82,7 @@ class ModelRunner:
         plan: ExecutionPlan | None = None,
         options: RunnerOptions | None = None,
         agreement: RankAgreement | None = None,
+        compiler: ForwardCompiler | None = None,
     ) -> None:
         self.model = model
         self.options = options or RunnerOptions()
@@ -104,6 +107,7 @@ class ModelRunner:
         self.clock = PhaseClock()
         self.graph_build: GraphBuild | None = None
         self._agreement = agreement or SingleRank()
+        self._compiler = compiler
         self._graph_pool = self._graph_device.new_pool()
         self._stages = StageTracker()
         self._deferred: list[Callable[[], None]] = []
@@ -116,6 +120,7 @@ class ModelRunner:
         plan: ExecutionPlan | None = None,
         options: RunnerOptions | None = None,
         agreement: RankAgreement | None = None,
+        compiler: ForwardCompiler | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> ModelRunner:
         """Returns a model runner that is built; arguments as in the class.
@@ -125,9 +130,10 @@ class ModelRunner:
             plan: What runs how.
             options: Limits and switches.
             agreement: Asks other ranks.
+            compiler: Compiles forwards.
             on_progress: Called with (phase, done, total) while graphs are built.
         """
-        runner = cls(model, plan=plan, options=options, agreement=agreement)
+        runner = cls(model, plan=plan, options=options, agreement=agreement, compiler=compiler)
         runner.build_pools()
         runner.install_hooks()
         runner.build_attention()
@@ -215,9 +221,10 @@ class ModelRunner:
             token_layout=self.options.token_layout,
             reads_requests=self.options.reads_requests,
         )
+        forwards = CompiledForwards(parts, self._compiler, self._sizes.all_tokens)
         statics, is_debug = self._static_tensors(), self.options.is_debug
         self._decode: DecodeRunner | None = make_decode_runner(
-            self.plan, self._sizes, parts, self._graph_pool, statics, is_debug=is_debug
+            self.plan, self._sizes, parts, self._graph_pool, statics, forwards, is_debug=is_debug
         )
         self._extend: ExtendRunner | None = make_extend_runner(
             self.plan,
@@ -225,6 +232,7 @@ class ModelRunner:
             parts,
             self._graph_pool,
             statics,
+            forwards,
             max_requests=self.options.max_requests,
             is_debug=is_debug,
         )

@@ -13,6 +13,7 @@ from ..batch.padding import padded_batch_size, padded_num_tokens
 from ..capture.device import GraphPool
 from ..graph_backends.registry import make_graph_backend
 from ..runners.base import RunnerParts
+from ..runners.compiling import CompiledForwards
 from ..runners.decode import DecodeFamily, DecodeRunner
 from ..runners.extend import ExtendRunner
 from ..runners.padding_policy import sizes_up_to
@@ -32,11 +33,19 @@ class CaptureSizes:
         requests: Ascending, by mode of the decode runner.
         tokens: Ascending, of the extend runner; empty where it is off.
         request_slots: Requests in every extend graph; None where they serve any number.
+        rows: Tokens of every request, by mode of the decode runner.
     """
 
     requests: dict[ForwardMode, tuple[int, ...]]
     tokens: tuple[int, ...]
     request_slots: int | None
+    rows: dict[ForwardMode, int]
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        """Ascending numbers of tokens of all graphs, of every runner."""
+        decode = (size * self.rows[mode] for mode, sizes in self.requests.items() for size in sizes)
+        return tuple(sorted({*self.tokens, *decode}))
 
 
 def capture_sizes(plan: ExecutionPlan, options: RunnerOptions) -> CaptureSizes:
@@ -56,16 +65,16 @@ def capture_sizes(plan: ExecutionPlan, options: RunnerOptions) -> CaptureSizes:
         sizes = sizes_up_to(options.max_extend_tokens, extend.capture_sizes, begins_at_one=False)
         tokens = tuple(sorted({padded_num_tokens(size, multiple) for size in sizes}))
     slots = (extend.request_slots or options.max_requests) if extend.strategy == "full" else None
-    return CaptureSizes(requests=requests, tokens=tokens, request_slots=slots)
+    rows_of = {mode: _rows_per_request(mode, plan.of(mode)) for mode in requests}
+    return CaptureSizes(requests=requests, tokens=tokens, request_slots=slots, rows=rows_of)
 
 
 def plan_limits(plan: ExecutionPlan, sizes: CaptureSizes, options: RunnerOptions) -> PlanLimits:
     """Returns the largest batch that attention is planned for, padding included."""
-    rows = {mode: _rows_per_request(mode, plan.of(mode)) for mode in sizes.requests}
     most_requests = [options.max_requests, sizes.request_slots or 0]
     most_requests += [of_mode[-1] for of_mode in sizes.requests.values()]
     most_tokens = [padded_num_tokens(options.max_forward_tokens, options.token_multiple)]
-    most_tokens += [of_mode[-1] * rows[mode] for mode, of_mode in sizes.requests.items()]
+    most_tokens += [of_mode[-1] * sizes.rows[mode] for mode, of_mode in sizes.requests.items()]
     # Stand-in batches for capture are cut into requests of the longest context.
     most_requests.append(-(-max(sizes.tokens, default=1) // options.max_context))
     return PlanLimits(
@@ -79,6 +88,7 @@ def make_decode_runner(
     parts: RunnerParts,
     pool: GraphPool,
     static_tensors: StaticTensorMap,
+    forwards: CompiledForwards,
     *,
     is_debug: bool,
 ) -> DecodeRunner | None:
@@ -86,9 +96,10 @@ def make_decode_runner(
     families = [
         DecodeFamily(
             mode=mode,
-            num_tokens_per_req=_rows_per_request(mode, plan.of(mode)),
+            num_tokens_per_req=sizes.rows[mode],
             sizes=of_mode,
             backend=make_graph_backend(plan.of(mode).strategy, pool, static_tensors, is_debug=is_debug),
+            hidden_states=forwards.of(plan.of(mode).compile),
         )
         for mode, of_mode in sizes.requests.items()
     ]
@@ -103,6 +114,7 @@ def make_extend_runner(
     parts: RunnerParts,
     pool: GraphPool,
     static_tensors: StaticTensorMap,
+    forwards: CompiledForwards,
     *,
     max_requests: int,
     is_debug: bool,
@@ -119,6 +131,7 @@ def make_extend_runner(
         modes=frozenset(mode for mode in modes if plan.of(mode).strategy != EAGER),
         sizes=sizes.tokens,
         backend=backend,
+        hidden_states=forwards.of(plan.of(ForwardMode.EXTEND).compile),
         request_slots=sizes.request_slots,
         max_requests=max_requests,
     )

@@ -20,6 +20,7 @@ from ..capture.sizes import padded_size
 from ..errors import ConfigError
 from ..graph_backends.base import GraphBackend, GraphKey
 from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts
+from .compiling import HiddenStates
 from .execution import Reason, Refusal
 from .logits import logits_of_rows
 
@@ -33,12 +34,14 @@ class DecodeFamily:
         num_tokens_per_req: Rows of every request.
         sizes: Ascending numbers of requests.
         backend: Where its graphs are.
+        hidden_states: The model's forward, compiled or not.
     """
 
     mode: ForwardMode
     num_tokens_per_req: int
     sizes: tuple[int, ...]
     backend: GraphBackend
+    hidden_states: HiddenStates
 
     def key(self, size: int) -> GraphKey:
         """Returns the shape with so many requests."""
@@ -94,7 +97,7 @@ class DecodeRunner(GraphRunner):
                 num_tokens_per_req=family.num_tokens_per_req,
             )
             batch = pad_batch(dummy, batch_size=size, storage=self.buffers)
-            self._build_one(family.backend, family.key(size), batch, self._forward_over(batch))
+            self._build_one(family.backend, family.key(size), batch, self._forward_over(family, batch))
         if on_progress is not None:
             on_progress("decode graphs", len(shapes), len(shapes))
 
@@ -145,11 +148,11 @@ class DecodeRunner(GraphRunner):
         mode = ForwardMode.DECODE if batch.forward_mode.is_idle() else batch.forward_mode
         return self._families.get(mode)
 
-    def _forward_over(self, batch: ForwardBatch) -> Callable[[], Any]:
+    def _forward_over(self, family: DecodeFamily, batch: ForwardBatch) -> Callable[[], Any]:
         model = self.parts.model
 
         def forward() -> Any:
-            hidden_TE = model.hidden_states(batch.input_ids, batch.positions)
+            hidden_TE = family.hidden_states(batch.input_ids, batch.positions)
             return hidden_TE, model.compute_logits(hidden_TE)
 
         return forward

@@ -22,6 +22,7 @@ from ..capture.sizes import padded_size
 from ..errors import ConfigError
 from ..graph_backends.base import GraphBackend, GraphKey
 from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts, forward_logits
+from .compiling import HiddenStates
 from .execution import Reason, Refusal
 
 GRAPH_MODE = ForwardMode.EXTEND
@@ -38,6 +39,7 @@ class ExtendRunner(GraphRunner):
         modes: Those that it serves, of EXTEND and MIXED.
         sizes: Ascending numbers of tokens.
         backend: Where its graphs are.
+        hidden_states: The model's forward, compiled or not.
         request_slots: Requests in every graph; None where graphs serve any number.
         max_requests: Requests of the largest batch.
 
@@ -54,6 +56,7 @@ class ExtendRunner(GraphRunner):
         modes: frozenset[ForwardMode],
         sizes: tuple[int, ...],
         backend: GraphBackend,
+        hidden_states: HiddenStates,
         request_slots: int | None,
         max_requests: int,
     ) -> None:
@@ -72,6 +75,7 @@ class ExtendRunner(GraphRunner):
         self._modes = modes
         self._sizes = sizes
         self._backend = backend
+        self._hidden_states = hidden_states
         self._slots = request_slots
         self.buffers = StaticBatchBuffers(
             max_batch_size=max(max_requests, request_slots or 0, least),
@@ -140,4 +144,4 @@ class ExtendRunner(GraphRunner):
         return dataclasses.replace(padded, forward_mode=GRAPH_MODE)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.parts.model.hidden_states(batch.input_ids, batch.positions)
+        return self._hidden_states(batch.input_ids, batch.positions)

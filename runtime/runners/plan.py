@@ -50,7 +50,8 @@ class ModeStrategy:
 
     Attributes:
         strategy: One of ``STRATEGIES``.
-        compile: How the forward is compiled before it is captured; only ``none`` here.
+        compile: What compiles the forward's pieces before it is captured: ``none``, ``fx``, ``inductor``,
+            any Dynamo backend. For graph runners; eager batches run uncompiled.
         capture_sizes: Requests (decode runner) or tokens (extend runner) that get a graph; None for
             a ladder up to the limit. The limit itself always gets one.
         num_tokens_per_req: Rows of every request, in TARGET_VERIFY and DLLM_EXTEND.
@@ -72,10 +73,10 @@ class ModeStrategy:
         where = f"modes.{mode.value}"
         if self.strategy not in STRATEGIES:
             raise ConfigError(f"{where}: no strategy {self.strategy!r}. {nearest(self.strategy, STRATEGIES)}")
-        if self.compile != NO_COMPILE:
+        if self.compile != NO_COMPILE and (self.strategy == EAGER or mode in _FOLLOWED):
             raise ConfigError(
-                f"{where}: compile is {self.compile!r}, and runners take uncompiled forwards only: write "
-                f"{NO_COMPILE!r}, or leave it out."
+                f"{where}: compile is {self.compile!r} and would not be used: it is for the strategies "
+                f"{', '.join(STRATEGIES[1:])}, and modes that share another's graphs are compiled with it."
             )
         has_graphs = RUNNER_OF_MODE[mode] in ("decode", "extend")
         if not has_graphs and self.strategy != EAGER:
@@ -166,7 +167,8 @@ class ExecutionPlan:
         if mode in self.modes:
             return self.modes[mode]
         if mode in _FOLLOWED:
-            return dataclasses.replace(self.of(_FOLLOWED[mode]), capture_sizes=None, request_slots=None)
+            followed = self.of(_FOLLOWED[mode])
+            return dataclasses.replace(followed, capture_sizes=None, request_slots=None, compile=NO_COMPILE)
         return _DEFAULTS.get(mode, ModeStrategy())
 
     def runner_of(self, mode: ForwardMode) -> str:
@@ -180,7 +182,8 @@ class ExecutionPlan:
         for mode in ForwardMode:
             strategy = self.of(mode)
             sizes = "" if strategy.capture_sizes is None else f" sizes {list(strategy.capture_sizes)}"
-            lines.append(f"{mode.value:16} {self.runner_of(mode):14} {strategy.strategy}{sizes}")
+            compiled = "" if strategy.compile == NO_COMPILE else f" {strategy.compile}"
+            lines.append(f"{mode.value:16} {self.runner_of(mode):14} {strategy.strategy}{compiled}{sizes}")
         return "\n".join(lines)
 
     def resolve(

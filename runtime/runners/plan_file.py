@@ -26,7 +26,7 @@ from typing import Any
 from ..batch.forward_mode import ForwardMode
 from ..errors import ConfigError, nearest
 from .padding_policy import PaddingPolicy
-from .plan import EAGER, STRATEGIES, ExecutionPlan, ModeStrategy
+from .plan import EAGER, NO_COMPILE, STRATEGIES, ExecutionPlan, ModeStrategy
 
 _ATTENTION_KEYS = ("prefill", "decode")
 _FIELDS = {field.name: field for field in dataclasses.fields(ModeStrategy)}
@@ -94,6 +94,7 @@ def with_strategies(plan: ExecutionPlan, strategies: Mapping[ForwardMode, str]) 
             old,
             strategy=strategy,
             capture_sizes=None if strategy == EAGER else old.capture_sizes,
+            compile=NO_COMPILE if strategy == EAGER else old.compile,
             request_slots=old.request_slots if strategy == "full" else None,
         )
         for follower in (ForwardMode.IDLE, ForwardMode.MIXED):

@@ -19,6 +19,7 @@ from sgl_piecewise.runtime.runners.base import ProgressCallback
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan
 from sgl_piecewise.runtime.runners.plan_file import read_plan, with_strategies
 
+from .compiling import CompiledModel
 from .engine import EngineOptions, OfflineEngine
 from .requests import GenerationRequest
 
@@ -81,7 +82,13 @@ def build_engine(
         ConfigError: A limit is over the model's, or the plan cannot be met.
         PoolError: Memory does not suffice.
     """
-    runner = ModelRunner.ready(loaded.model, plan=setup.plan, options=setup.runner, on_progress=on_progress)
+    runner = ModelRunner.ready(
+        loaded.model,
+        plan=setup.plan,
+        options=setup.runner,
+        compiler=CompiledModel,
+        on_progress=on_progress,
+    )
     return OfflineEngine(runner, tokenizer=loaded.tokenizer, options=setup.engine)
 
 
