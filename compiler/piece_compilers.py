@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
 
+from .openvino_pieces import compile_with_openvino
 from .options import CompileOptions
 
 PieceCompiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -61,4 +62,9 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
         return partial(backend, config_patches={**options.inductor_config, "triton.cudagraphs": False})
+    if chosen == "openvino":
+        return partial(compile_with_openvino, backend)
+    if chosen == "torch_tensorrt":
+        # Without this it logs that it failed and runs the piece as it is.
+        return partial(backend, options={"pass_through_build_failures": True})
     return backend

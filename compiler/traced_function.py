@@ -22,6 +22,7 @@ import torch
 from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.errors import CompileError, RecompileError, SglPiecewiseError
 from sgl_piecewise.runtime.records import COMPILE_PIECES, FIRST_RUN, TRACE, LapClock
+from sgl_piecewise.runtime.time_line import span
 
 _logger = logging.getLogger(__name__)
 
@@ -235,7 +236,7 @@ class TracedFunction:
             if has_run:
                 return forward(*args)
             has_run = True
-            with self._state.clock.phase(FIRST_RUN):
+            with self._state.clock.phase(FIRST_RUN), span(FIRST_RUN, "warm_up"):
                 return forward(*args)
 
         return run

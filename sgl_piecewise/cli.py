@@ -6,26 +6,18 @@ be met; 130 interrupted. Errors of ours are one message without a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sgl_piecewise.models.loading import DEFAULT_MODEL
-from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
-from sgl_piecewise.runtime.batch.sampling import NO_TOP_K, SamplingParams
-from sgl_piecewise.runtime.errors import ConfigError, SglPiecewiseError
-from sgl_piecewise.runtime.model_runner.options import RunnerOptions
-from sgl_piecewise.runtime.records import PhaseClock
 
+from . import cli_generate, cli_profile
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
@@ -43,13 +35,9 @@ from .comparison.options import (
 )
 from .comparison.report import check_can_write, write_report
 from .comparison.table import print_report
-from .generation.engine import EngineOptions
-from .generation.printing import TokenPrinter, closing_line
-from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
+from .console import errors_as_messages, progress_bar
 
 EXIT_WRONG = 1
-EXIT_REQUEST = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="sgl-piecewise",
@@ -104,6 +92,9 @@ def compare(
         Path | None, typer.Option(help="A UTF-8 text to run on. Default: one that ships.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the whole report to this file.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Also write the profile of the builds to this file.")
+    ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -127,7 +118,7 @@ def compare(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     """Compare strategies on a model: values against eager first, then times, builds and memory."""
-    with _errors_as_messages(traceback):
+    with errors_as_messages(traceback):
         torch_device = resolve_device(device)
         sizes = default_sizes(torch_device) if capture_sizes is None else parse_sizes(capture_sizes)
         options = CompareOptions(
@@ -139,8 +130,9 @@ def compare(
             launch_segments=launch_segments,
             seed=seed,
         )
-        if json is not None:
-            check_can_write(json)
+        for path in (json, profile):
+            if path is not None:
+                check_can_write(path)
         request = ModelRequest(
             name=model,
             device=torch_device,
@@ -153,8 +145,8 @@ def compare(
             may_download=download,
             command=("sgl-piecewise", *sys.argv[1:]),
         )
-        with _progress_bar() as on_progress:
-            report = compare_language_model(request, options, on_progress)
+        with progress_bar() as on_progress:
+            report = compare_language_model(request, options, on_progress, profile)
         if json is not None:
             write_report(report, json)
             Console(stderr=True).print(Text(f"Wrote {json}"))
@@ -163,147 +155,9 @@ def compare(
         raise typer.Exit(EXIT_WRONG)
 
 
-@app.command()
-def generate(
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
-    ] = DEFAULT_MODEL,
-    prompt: Annotated[list[str] | None, typer.Option(help="A text to continue; may be repeated.")] = None,
-    prompt_ids: Annotated[
-        list[str] | None, typer.Option(help="Token ids as 1,2,3 in place of a text; may be repeated.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Only so many most likely tokens; -1 for all.")] = NO_TOP_K,
-    top_p: Annotated[float, typer.Option(help="Only the most likely tokens of this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of random draws and of random weights.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a prompt's output.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="A TOML file: a strategy for every forward mode.")] = None,
-    decode: Annotated[
-        str | None, typer.Option(help="Strategy of decoding: eager, none (padded eager), full, breakable.")
-    ] = None,
-    extend: Annotated[str | None, typer.Option(help="Strategy of prompts, likewise.")] = None,
-    prefill_attention: Annotated[str | None, typer.Option(help="Attention backend of prompts.")] = None,
-    decode_attention: Annotated[str | None, typer.Option(help="Attention backend of decoding.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
-    ] = "auto",
-    max_requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 8,
-    max_context: Annotated[int, typer.Option(help="Tokens of one prompt and its output.")] = 1024,
-    max_extend_tokens: Annotated[int, typer.Option(help="New tokens of prompts in one forward.")] = 256,
-    max_total_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in the KV pool. Default: what fits and can be used.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Make every captured forward one break: no graph, same path.")
-    ] = False,
-    download: Annotated[
-        bool, typer.Option("--download/--no-download", help="Whether the default model may be downloaded.")
-    ] = True,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
-) -> None:
-    """Generate text: continuous batching on graphs, and which forward ran how."""
-    with _errors_as_messages(traceback):
-        if not prompt and not prompt_ids:
-            raise ConfigError("There is no prompt. Give one with --prompt TEXT, or with --prompt-ids 1,2,3.")
-        torch_device = resolve_device(device)
-        setup = EngineSetup(
-            model=model,
-            device=torch_device,
-            dtype=resolve_dtype(dtype, torch_device),
-            plan=plan_of(
-                plan,
-                {ForwardMode.DECODE: decode, ForwardMode.EXTEND: extend},
-                prefill_attention,
-                decode_attention,
-            ),
-            runner=RunnerOptions(
-                max_requests=max_requests,
-                max_context=max_context,
-                max_extend_tokens=max_extend_tokens,
-                max_total_tokens=max_total_tokens,
-                is_debug=debug,
-            ),
-            engine=EngineOptions(),
-            num_layers=layers,
-            seed=seed,
-            may_download=download,
-        )
-        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        with _progress_bar() as on_progress:
-            loaded = load_for(setup)
-            requests = requests_of(
-                prompt or [],
-                prompt_ids or [],
-                loaded,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop_texts=tuple(stop or ()),
-            )
-            engine = build_engine(setup, loaded, on_progress)
-        printer = TokenPrinter(Console(), num_prompts=len(requests), has_text=loaded.tokenizer is not None)
-        clock, errors = PhaseClock(), Console(stderr=True, soft_wrap=True)
-        try:
-            with clock.phase("generate"):
-                engine.generate(requests, on_event=printer)
-        finally:
-            printer.close()
-            for change in engine.runner.plan_changes:
-                errors.print(Text(f"Plan: {change}"))
-            if explain:
-                errors.print(Text(engine.runner.explain()))
-            errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
-    for message in printer.errors:
-        errors.print(Text.assemble(("Error: ", "bold red"), message))
-    if printer.errors:
-        raise typer.Exit(EXIT_WRONG)
-
-
-@contextlib.contextmanager
-def _errors_as_messages(shows_traceback: bool) -> Iterator[None]:
-    """Turns errors that say what to do into one message and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted; nothing was written.")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (SglPiecewiseError, torch.OutOfMemoryError) as err:
-        if shows_traceback:
-            raise
-        message = Text.assemble(("Error: ", "bold red"), str(err))
-        Console(stderr=True, soft_wrap=True).print(message)
-        raise typer.Exit(EXIT_REQUEST) from None
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[_ProgressBar]:
-    """A bar on stderr, off where that is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield _ProgressBar(progress)
-
-
-class _ProgressBar:
-    """Shows one phase at a time; a new phase replaces the last."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("loading the model", total=None)
-        self._phase = ""
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        if phase != self._phase:
-            self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(phase, total=total)
-            self._phase = phase
-        self._progress.update(self._task, completed=done, total=total)
+app.command()(cli_generate.generate)
+app.command()(cli_profile.profile)
+app.command()(cli_profile.cache)
 
 
 def main() -> None:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.build_profile import profiled
 from sgl_piecewise.runtime.capture.arguments import ArgumentBinder
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.capture.session import refuse_nested_capture
 from sgl_piecewise.runtime.capture.sizes import validate_capture_sizes
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.time_line import span
 
 if TYPE_CHECKING:
     from sgl_piecewise.compiler.forward import CompiledForward
@@ -66,17 +68,23 @@ def capture(
                 raise ConfigError(f"{name} is given, but nothing is compiled: say with what in compile=.")
         return capture_plain(fn, example_args, example_kwargs, **options)
     refuse_nested_capture()
-    compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
-    args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
+    cell = cell_name(compile, options.get("strategy", "breakable"))
     report = options.get("on_progress") or (lambda phase, done, total: None)
-    report("compile", 0, 1)
-    with compiled.trusting():
-        trace_for_all_sizes(compiled, args, kwargs, options.get("capture_sizes"), options.get("dynamic_dims"))
-        report("compile", 1, 1)
-        captured = capture_plain(compiled, example_args, example_kwargs, **options)
+    with profiled(options.pop("profile", None), "build", strategy=cell) as facts:
+        with span("import compiler", "import"):
+            compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
+        args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
+        report("compile", 0, 1)
+        with compiled.trusting():
+            trace_for_all_sizes(
+                compiled, args, kwargs, options.get("capture_sizes"), options.get("dynamic_dims")
+            )
+            report("compile", 1, 1)
+            captured = capture_plain(compiled, example_args, example_kwargs, **options)
+        facts.update(device=captured.pool.device.name, emulated=str(captured.pool.device.is_emulated))
     if on_recompile is not None:
         compiled.freeze(on_recompile)
-    _add_compile_phases(captured, compiled, cell_name(compile, options.get("strategy", "breakable")))
+    _add_compile_phases(captured, compiled, cell)
     return captured
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -174,3 +176,13 @@ class Walk:
 def live_kv(runner: ModelRunner) -> list[torch.Tensor]:
     """Every buffer of the pool without its scratch slot."""
     return [buffer[1:].clone() for buffer in runner.pool.static_tensors().values()]
+
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Python's own handler of SIGINT, also where the tests were started in the background."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from sgl_piecewise.generation.engine import EngineOptions, OfflineEngine
 from sgl_piecewise.generation.requests import FinishReason, GenerationRequest, TokenEvent
 from sgl_piecewise.generation.text import TextStream
+from sgl_piecewise.models.shapes import named_shape
 from sgl_piecewise.models.tokenizer import Tokenizer
+from sgl_piecewise.models.weights.random import random_decoder
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
 from sgl_piecewise.runtime.errors import BatchError, ConfigError
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 
-from .support import OPTIONS, make_runner, plan, tiny_model
+from .support import OPTIONS, ctrl_c_raises, make_runner, plan, tiny_model
 
 LENGTHS = (5, 33, 17, 1, 20)
 
@@ -168,7 +171,7 @@ def test_ctrl_c_leaves_pools_consistent(at_event: int) -> None:
         if len(seen) == at_event:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         one.generate(requests(), on_event=interrupt)
     assert_nothing_is_held(one)
     assert len(one.generate(requests())) == len(LENGTHS)
@@ -185,7 +188,7 @@ def test_ctrl_c_inside_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(one.runner, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         one.step()
     monkeypatch.undo()
     running = one.scheduler.running[0]
@@ -245,3 +248,18 @@ def test_what_looked_like_the_beginning_of_a_stop_text_comes_at_the_end() -> Non
     stream = text_stream("cd")
     assert stream.push(2) == ""
     assert stream.flush() == "c"
+
+
+@pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-moe"])
+def test_hybrid_and_expert_models_give_the_same_tokens_and_their_window_slots_come_back(shape: str) -> None:
+    """With a window smaller than the prompts, slots of the window pool are used several times over."""
+    model = random_decoder(named_shape(shape), device="cpu", dtype=torch.float32, seed=1)
+    options = dataclasses.replace(OPTIONS, window_fraction=1.0)
+    found = []
+    for asked in (plan("eager", "eager", has_verify=False), plan("none", "none", has_verify=False)):
+        one = OfflineEngine(
+            ModelRunner.ready(model, plan=asked, options=options), options=EngineOptions(chunk_tokens=7)
+        )
+        found.append([output.token_ids for output in one.generate(requests())])
+        assert_nothing_is_held(one)
+    assert found[0] == found[1]

@@ -14,6 +14,8 @@ from sgl_piecewise import cli
 from sgl_piecewise.generation.engine import OfflineEngine
 from sgl_piecewise.models.weights.random import random_decoder
 
+from .support import ctrl_c_raises
+
 SMALL = ("--device", "cpu", "--max-context", "48", "--max-extend-tokens", "8", "--max-requests", "2")
 QUICK = ("tiny", *SMALL, "--layers", "1", "--max-new-tokens", "4")
 GRAPHS_OFF = ("--decode", "none", "--extend", "none")
@@ -101,7 +103,8 @@ def test_ctrl_c_shows_what_came_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(self)
 
     monkeypatch.setattr(OfflineEngine, "step", interrupted)
-    result = invoke(*QUICK, *GRAPHS_OFF, "--prompt-ids", "1,2", "--prompt-ids", "3")
+    with ctrl_c_raises():
+        result = invoke(*QUICK, *GRAPHS_OFF, "--prompt-ids", "1,2", "--prompt-ids", "3")
     assert result.exit_code == cli.EXIT_INTERRUPTED
     assert re.search(r"prompt 1 \(interrupted\): (\d+ ){2}\n", result.stdout)
     assert "4 tokens" in result.stderr
