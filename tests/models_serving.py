@@ -13,7 +13,7 @@ from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.schedule_batch import release, schedule
+from sgl_piecewise.runtime.batch.scheduling import release, schedule
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy

@@ -384,6 +384,21 @@ def test_yarn_reaches_as_far_as_its_factor_says() -> None:
     assert config_from_hf(settings, origin="config.json").max_positions == 2048
 
 
+def test_the_older_settings_of_gemmas_windows_mean_the_same() -> None:
+    base = {"model_type": "gemma3_text", **TINY_SETTINGS, "num_hidden_layers": 12, "sliding_window": 8}
+    older = {"sliding_window_pattern": 3, "rope_local_base_freq": 300.0, "rope_theta": 5000.0}
+    newer = {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }
+    config = config_from_hf({**base, **older}, origin="a")
+    assert config == config_from_hf({**base, **newer}, origin="b")
+    assert [config.window_of(index) for index in range(4)] == [8, 8, None, 8]
+
+
 def test_yarn_with_a_ramp_of_no_width_stays_finite() -> None:
     scaling = YarnScaling(factor=2.0, original_max_positions=6, beta_fast=1.0, beta_slow=1.0)
     frequencies = RopeConfig(theta=1e4, scaling=scaling).inverse_frequencies(16)
@@ -402,6 +417,24 @@ def test_yarn_with_a_ramp_of_no_width_stays_finite() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3_text", "layer_types": ["chunked_attention"]}, "layer_types"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "'sliding_window' is missing"),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 8, "final_logit_softcapping": -1.0},
+            "final_logit_cap must be over 0",
+        ),
+        ({"model_type": "gemma3"}, r"'gemma3' is not supported\. did you mean 'gemma3_text'"),
+        ({"model_type": "qwen3_moe"}, "'num_local_experts' is missing"),
+        (
+            {"model_type": "qwen3_moe", **TINY_EXPERTS, "num_experts_per_tok": 9},
+            r"num_experts_per_token \(9\) is over num_experts \(8\)",
+        ),
+        (
+            {"model_type": "qwen3_moe", **TINY_EXPERTS, "decoder_sparse_step": 0},
+            "sparse_step must be a positive",
+        ),
     ],
 )
 def test_a_config_that_would_compute_something_else_raises(change: dict[str, Any], message: str) -> None:

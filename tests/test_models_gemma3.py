@@ -87,10 +87,10 @@ def test_the_model_is_the_shape_of_its_name(loaded: LoadedModel) -> None:
 
 def test_it_says_what_a_language_model_says(loaded: LoadedModel) -> None:
     assert loaded.tokenizer is not None
-    token_ids = loaded.tokenizer.encode("The capital of France is")
-    assert token_ids == [2, 818, 5279, 529, 7001, 563]
+    assert loaded.tokenizer.encode("The capital of France is") == [2, 818, 5279, 529, 7001, 563]
+    token_ids = loaded.tokenizer.encode("To be, or not to be, that is the")
     next_id = int(logits_of(loaded.model, token_ids)[-1].argmax())
-    assert loaded.tokenizer.decode([next_id]) == " Paris"
+    assert loaded.tokenizer.decode([next_id]) == " question"
 
 
 def test_the_tokenizer_gives_text_back_and_whole_tokens(loaded: LoadedModel) -> None:

@@ -79,3 +79,13 @@ def test_greedy_tokens_equal_transformers_batched_chunked_and_one_by_one(
     }
     for generated in found.values():
         check_greedy(reference_of(family), prompts, generated, error=1e-4)
+
+
+def test_a_request_does_not_depend_on_who_shares_its_experts(tmp_path: Path) -> None:
+    """Bit for bit at one padded size, although its neighbours choose other experts, and padding none."""
+    runner = runner_of("qwen3_moe", "graphs", tmp_path)
+    lengths = [7, 5, 3, 2]
+    sequences = [ids[: length + 2] for ids, length in zip(TOKEN_IDS, lengths, strict=True)]
+    together = forced_logits(runner, sequences, lengths)
+    for sequence, length, expected in zip(sequences, lengths, together, strict=True):
+        assert torch.equal(forced_logits(runner, [sequence], [length])[0], expected)
