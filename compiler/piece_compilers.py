@@ -33,6 +33,14 @@ def run_as_fx(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[...
     return piece.forward
 
 
+def import_piece_compiler(chosen: str | PieceCompiler) -> None:
+    """Imports what a piece compiler needs, which would otherwise count as compiling; unknown names are left alone."""
+    if chosen == "inductor":
+        torch_private_compiling.import_inductor()
+    elif isinstance(chosen, str) and chosen in _EXTRAS and importlib.util.find_spec(_EXTRAS[chosen][0]):
+        importlib.import_module(_EXTRAS[chosen][0])
+
+
 def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
     """Returns the piece compiler that the options name.
 

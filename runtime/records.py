@@ -15,7 +15,7 @@ from typing import Literal
 
 from .time_line import Attribute, span
 
-TRACE, COMPILE_PIECES, FIRST_RUN = "trace", "compile_pieces", "first_run"
+IMPORT, TRACE, COMPILE_PIECES, FIRST_RUN = "import", "trace", "compile_pieces", "first_run"
 """Phases of a compile: Dynamo; passes and piece compilers; the run that it was made for."""
 
 COMPILE_PHASES = (TRACE, COMPILE_PIECES)
@@ -61,6 +61,7 @@ class BuildRecord:
             ``first_run`` where something is compiled; ``warm_up``, ``capture``, ``learn_output_shapes``,
             ``wait_for_device``. A phase is named work; what is in none is ``unattributed_s``.
         sizes: One entry per capture size, in the order captured (largest first).
+        import_s: Wall seconds before that, importing the compiler; not part of the build.
     """
 
     strategy: str
@@ -70,6 +71,7 @@ class BuildRecord:
     total_s: float
     phases_s: dict[str, float]
     sizes: tuple[SizeBuild, ...]
+    import_s: float = 0.0
 
     @property
     def compile_share(self) -> float:

@@ -20,7 +20,7 @@ from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.capture.session import refuse_nested_capture
 from sgl_piecewise.runtime.capture.sizes import validate_capture_sizes
 from sgl_piecewise.runtime.errors import ConfigError
-from sgl_piecewise.runtime.time_line import span
+from sgl_piecewise.runtime.records import IMPORT, PhaseClock
 
 if TYPE_CHECKING:
     from sgl_piecewise.compiler.forward import CompiledForward
@@ -71,8 +71,10 @@ def capture(
     cell = cell_name(compile, options.get("strategy", "breakable"))
     report = options.get("on_progress") or (lambda phase, done, total: None)
     with profiled(options.pop("profile", None), "build", strategy=cell) as facts:
-        with span("import compiler", "import"):
-            compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
+        clock = PhaseClock()
+        with clock.phase(IMPORT):
+            import_compiler(compile)
+        compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
         args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
         report("compile", 0, 1)
         with compiled.trusting():
@@ -84,7 +86,7 @@ def capture(
         facts.update(device=captured.pool.device.name, emulated=str(captured.pool.device.is_emulated))
     if on_recompile is not None:
         compiled.freeze(on_recompile)
-    _add_compile_phases(captured, compiled, cell)
+    _add_compile_phases(captured, compiled, cell, import_s=clock.phases_s[IMPORT])
     return captured
 
 
@@ -94,6 +96,14 @@ def cell_name(compiler: str | Callable[..., Any], strategy: str) -> str:
     return f"{'tc' if name == 'inductor' else name}{SUFFIXES.get(strategy, '')}"
 
 
+def import_compiler(compiler: str | Callable[..., Any]) -> None:
+    """Imports the compiler and what compiles its pieces, here and not before; a build does not count it."""
+    from sgl_piecewise.compiler import forward  # noqa: F401 - for what it imports
+    from sgl_piecewise.compiler.piece_compilers import import_piece_compiler
+
+    import_piece_compiler(compiler)
+
+
 def compiled_forward(
     fn: Callable[..., Any],
     piece_compiler: str | Callable[..., Any],
@@ -101,7 +111,7 @@ def compiled_forward(
     *,
     shares_layers: bool = True,
 ) -> CompiledForward:
-    """Returns a compiled forward, not traced yet; the compiler is imported here and not before."""
+    """Returns a compiled forward, not traced yet."""
     from sgl_piecewise.compiler.forward import CompiledForward
 
     if "piece_compiler" in (options or {}):
@@ -172,7 +182,9 @@ def _dynamic_leaves(
     return found
 
 
-def _add_compile_phases(captured: CapturedCallable, compiled: CompiledForward, cell: str) -> None:
+def _add_compile_phases(
+    captured: CapturedCallable, compiled: CompiledForward, cell: str, *, import_s: float
+) -> None:
     """Makes the compiler's time part of the build's."""
     build = captured.build
     assert build is not None, "capture() returns with its record"
@@ -182,6 +194,7 @@ def _add_compile_phases(captured: CapturedCallable, compiled: CompiledForward, c
         strategy=cell,
         total_s=build.total_s + sum(phases_s.values()),
         phases_s={**phases_s, **build.phases_s},
+        import_s=import_s,
     )
 
 
