@@ -280,7 +280,7 @@ def fresh_torch_state() -> Iterator[None]:
 
 
 def test_readme_example_is_short_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = python_blocks("README.md")
+    example = python_blocks("README.md")[0]
     assert len([line for line in example.splitlines() if line.strip()]) <= 20
     exec(compile(example, "README.md", "exec"), {"__name__": "example"})  # noqa: S102
     description = capsys.readouterr().out

@@ -26,7 +26,8 @@ class SampledTokens:
     """Tokens of one batch.
 
     Attributes:
-        next_token_ids: One per request (int64[B], on the device); `INVALID_TOKEN` where logits hold NaN.
+        next_token_ids: One per request, or per row in modes of several each (int64, on the device);
+            `INVALID_TOKEN` where logits hold NaN.
         logprobs: Where a request asked for them.
     """
 

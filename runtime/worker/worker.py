@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..batch.forward_batch import ForwardBatch
-from ..batch.forward_mode import CaptureHiddenMode
+from ..batch.forward_mode import CaptureHiddenMode, NewTokens
+from ..batch.sampling import BatchSampling
 from ..batch.schedule_batch import ScheduleBatch
 from ..errors import BatchError, ConfigError
 from ..kv.loc_plan import KVLocPlan
@@ -90,12 +91,17 @@ class TpModelWorker:
             proxy_tensors: From the pipeline rank before.
 
         Raises:
-            BatchError: Overrides given with a ready batch, or as many grammars as there are not requests.
+            BatchError: Overrides given with a ready batch, or grammars that do not match requests or rows.
             ConfigError: Proxy tensors, which a first rank cannot take.
         """
         forward_batch = self._forward_batch(batch, positions, capture_hidden_mode, kv_plan, cols)
         if grammars is not None and len(grammars) != forward_batch.batch_size:
             raise BatchError(f"grammars: {len(grammars)} entries for {forward_batch.batch_size} requests.")
+        if grammars is not None and forward_batch.forward_mode.properties.new_tokens is NewTokens.FIXED:
+            raise BatchError(
+                f"grammars: {forward_batch.forward_mode.value} has several rows for each request, and a grammar knows "
+                "one next token."
+            )
         if proxy_tensors is not None:
             raise ConfigError(
                 f"proxy_tensors came to pipeline rank {self.options.pipeline.rank}, whose model takes tokens. A rank "
@@ -195,18 +201,31 @@ def _sample(
         tokens = torch.full(
             (batch.batch_size,), PREFILL_ONLY_TOKEN, dtype=torch.int64, device=batch.seq_lens.device
         )
-    elif next_logits.shape[0] != batch.batch_size:
-        # Diffusion blocks and draft extends give several rows a request; each is its own choice.
-        tokens = next_logits.argmax(-1)
     else:
         next_logits = _allowed(next_logits, grammars)
-        tokens = sample(next_logits, batch.sampling, batch.seq_lens)
+        tokens = sample(next_logits, *_by_row(batch, next_logits.shape[0]))
     logprobs = None
     if batch.logprobs is not None:
         logprobs = batch_logprobs(
             logits.logits, next_logits, tokens, logits.rows, batch.logprobs.top_logprobs_nums
         )
     return SampledTokens(next_token_ids=tokens, logprobs=logprobs)
+
+
+def _by_row(batch: ForwardBatch, num_rows: int) -> tuple[BatchSampling, torch.Tensor]:
+    """Returns sampling parameters and lengths of every row: diffusion blocks and draft extends have several each."""
+    if num_rows == batch.batch_size:
+        return batch.sampling, batch.seq_lens
+    each, given = num_rows // batch.batch_size, batch.sampling
+    sampling = BatchSampling(
+        is_all_greedy=given.is_all_greedy,
+        temperatures=given.temperatures.repeat_interleave(each),
+        top_ks=given.top_ks.repeat_interleave(each),
+        top_ps=given.top_ps.repeat_interleave(each),
+        seeds=given.seeds.repeat_interleave(each),
+    )
+    last = batch.seq_lens.unsqueeze(1) - (each - 1)
+    return sampling, (last + torch.arange(each, device=last.device)).flatten()
 
 
 def _allowed(logits_BV: torch.Tensor, grammars: Sequence[TokenGrammar | None] | None) -> torch.Tensor:

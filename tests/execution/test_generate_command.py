@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sgl_piecewise import cli
+from sgl_piecewise.console import EXIT_INTERRUPTED, EXIT_REQUEST
 from sgl_piecewise.generation.engine import OfflineEngine
 from sgl_piecewise.models.weights.random import random_decoder
 
@@ -74,7 +75,7 @@ def test_a_request_that_cannot_be_met_is_one_message_and_exit_code_2(
     arguments: tuple[str, ...], words: str
 ) -> None:
     result = invoke(*QUICK, *GRAPHS_OFF, *arguments)
-    assert result.exit_code == cli.EXIT_REQUEST
+    assert result.exit_code == EXIT_REQUEST
     assert words in message_of(result)
 
 
@@ -105,6 +106,6 @@ def test_ctrl_c_shows_what_came_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfflineEngine, "step", interrupted)
     with ctrl_c_raises():
         result = invoke(*QUICK, *GRAPHS_OFF, "--prompt-ids", "1,2", "--prompt-ids", "3")
-    assert result.exit_code == cli.EXIT_INTERRUPTED
+    assert result.exit_code == EXIT_INTERRUPTED
     assert re.search(r"prompt 1 \(interrupted\): (\d+ ){2}\n", result.stdout)
     assert "4 tokens" in result.stderr

@@ -8,10 +8,12 @@ import torch
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.kv.slots import FULL_POOL, SCRATCH_SLOT
+from sgl_piecewise.runtime.model_runner.hooks import WriteCanary
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.runners.execution import Reason
 
-from .support import ROWS, Walk, decide, extend_and_append, live_kv, make_runner, plan, prompt, run
+from .support import OPTIONS, ROWS, Walk, decide, extend_and_append, live_kv, make_runner, plan, prompt, run
 
 
 @pytest.fixture
@@ -148,3 +150,21 @@ def test_tokens_are_padded_to_a_multiple_where_asked() -> None:
             assert torch.allclose(ours, theirs, atol=1e-5)
     assert ROWS == 4
     assert Reason.SIZE_OVER_LARGEST not in {key.fallback for key in runner.log.counts}
+
+
+@pytest.mark.parametrize("decode", ["none", "full"])
+def test_hooks_of_the_pool_see_every_write_of_a_replay_and_no_slot_but_those_of_the_batch(
+    decode: str,
+) -> None:
+    num_slots = OPTIONS.max_requests * OPTIONS.max_context
+    canary = WriteCanary(FULL_POOL, num_slots, torch.device("cpu"))
+    runner = make_runner(plan(decode, "none", has_verify=False), write_hooks=(canary,))
+    assert canary.counts[1:].sum() == 0  # Building graphs wrote to scratch alone.
+    reqs = [prompt("a", 5), prompt("b", 4), prompt("c", 3)]
+    extend_and_append(runner, reqs)
+    canary.counts.zero_()
+    run(runner, ForwardMode.DECODE, reqs, [1, 1, 1])
+    written = canary.counts.nonzero().flatten().tolist()
+    expected = [int(runner.req_to_token.slots(req.req_pool_index or 0).ids[-1]) for req in reqs]
+    assert written == sorted([SCRATCH_SLOT, *expected])
+    assert canary.counts[written].tolist() == [2] * len(written)  # One write for each layer.

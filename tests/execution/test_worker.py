@@ -8,6 +8,7 @@ import torch
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode
 from sgl_piecewise.runtime.batch.request import LogprobRequest, Req
+from sgl_piecewise.runtime.batch.sampling import SamplingParams
 from sgl_piecewise.runtime.batch.scheduling import release
 from sgl_piecewise.runtime.errors import BatchError, ConfigError
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
@@ -209,3 +210,24 @@ def test_logprobs_of_prompt_and_chosen_token_are_those_of_the_softmax(
         assert torch.isclose(logprobs.input[position], want, atol=1e-5)
     assert logprobs.input_top is not None
     assert logprobs.input_top.values.shape == (5, 3)
+
+
+def test_every_row_of_a_block_is_sampled_by_its_requests_parameters(
+    worker: TpModelWorker, runner: ModelRunner
+) -> None:
+    greedy = prompt("a", 4)
+    drawn = prompt("b", 4, sampling=SamplingParams(temperature=5.0, seed=3))
+    extend_and_append(runner, [greedy, drawn])
+    result = worker.forward_batch_generation(
+        decide(runner, ForwardMode.DLLM_EXTEND, [greedy, drawn], [ROWS] * 2, [1, 2, 3, 4] * 2),
+        keeps_logits=True,
+    )
+    assert result.sampled is not None
+    assert result.logits is not None
+    tokens, likely = result.sampled.next_token_ids, result.logits.argmax(-1)
+    assert torch.equal(tokens[:ROWS], likely[:ROWS])
+    assert not torch.equal(tokens[ROWS:], likely[ROWS:])
+    with pytest.raises(BatchError, match="several rows"):
+        worker.forward_batch_generation(
+            decide(runner, ForwardMode.DLLM_EXTEND, [greedy], [ROWS], [1, 2, 3, 4]), grammars=[None]
+        )
