@@ -270,7 +270,7 @@ class ModelRunner:
         )
 
     def _largest_forward(self) -> int:
-        return max(self.options.max_extend_tokens, *self._sizes.all_tokens)
+        return max([self.options.max_extend_tokens, *self._sizes.all_tokens])
 
     def _static_tensors(self) -> StaticTensorMap:
         found: dict[str, torch.Tensor | Callable[[], torch.Tensor]] = dict(self.model.static_tensors())
