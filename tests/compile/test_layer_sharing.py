@@ -405,6 +405,7 @@ def test_prepared_model_copies_and_pickles_as_before() -> None:
 
 
 def test_deleting_a_compiled_model_frees_its_handles() -> None:
+    gc.collect()  # Of what earlier tests left, which would go at any moment.
     before = num_handles()
     model = blocks(3)
     forward = compiled(model)

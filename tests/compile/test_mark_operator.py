@@ -64,6 +64,7 @@ def test_unknown_signature_says_where_it_comes_from() -> None:
 
 def test_handle_is_one_per_object_and_dies_with_it() -> None:
     thing, other = Thing(), Thing()
+    gc.collect()  # Of what earlier tests left, which would go at any moment.
     before = num_handles()
     assert handle_of(thing) is handle_of(thing)
     assert handle_of(thing).item() != handle_of(other).item()
