@@ -70,7 +70,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
 		$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; }
 	$(PY) -m pip install --quiet --constraint constraints.txt setuptools
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,models]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,models,openvino]'
 	@touch $@
 
 clean:

@@ -6,6 +6,7 @@ needs no import of ours. What it returns is a plain forward: capture does not kn
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,18 +15,27 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime import torch_private_entries
+from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
+from sgl_piecewise.runtime.time_line import NotedSpan, span
 
-from .layer_runner import layer_runner_for
+from .dropin import DropIn
+from .layer_runner import with_layer_runner
 from .layer_tracing import is_layer_call
 from .options import CompileOptions, options_from
+from .piece_builds import num_operators, recorded_compiler
 from .piece_compilers import piece_compiler_for
+from .profiling import profile_of_backend
 from .stitching import compile_and_stitch
 from .traced_function import current_counts
+from .tracing_errors import warn_of_stopped_trace
+from .uncapturable import refusing_capture
 
 _logger = logging.getLogger(__name__)
 
@@ -64,11 +74,11 @@ def sgl_piecewise(
             "any other call of it uncompiled, and say so only here. TORCH_LOGS=recompiles names what differs; equal "
             "layers that differ in numbers are shared by sgl_piecewise.compile_layers_once(model)."
         )
-    return compile_graph(gm, example_inputs, options_from(options))
+    return compile_graph(gm, example_inputs, options_from(options), captures_calls=True)
 
 
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], options: CompileOptions
+    gm: GraphModule, example_inputs: Sequence[Any], options: CompileOptions, *, captures_calls: bool = False
 ) -> Callable[..., Any]:
     """Compiles one traced forward or layer.
 
@@ -76,6 +86,8 @@ def compile_graph(
         gm: What Dynamo traced.
         example_inputs: What it was traced with.
         options: How.
+        captures_calls: Whether the option ``capture`` counts: no for what is captured by who asked for the compile,
+            and for layers.
 
     Returns:
         A callable with the inputs and outputs of ``gm``; shared layers that it calls are compiled when first run.
@@ -85,21 +97,52 @@ def compile_graph(
         ConfigError: There is no such piece compiler.
         CompileError: Autograd records, or a piece cannot be split off or compiled.
     """
-    piece_compiler = piece_compiler_for(options)
-    _refuse_autograd(gm, example_inputs)
-    split = run_passes(gm, example_inputs, pipeline(options_text=options.key_text()))
-    calls = [node for node in split.graph.nodes if node.op == "call_module"]
+    with profile_of_backend(options.profile):
+        with span("import piece compiler", "import"):
+            piece_compiler = recorded_compiler(piece_compiler_for(options), options)
+        _refuse_autograd(gm, example_inputs)
+        warn_of_stopped_trace(gm)
+        with span(SPLIT_SPAN, "graph passes") as noted:
+            dump_folder = None if options.dump_folder is None else new_dump_folder(options.dump_folder)
+            passes = pipeline(
+                options_text=options.key_text(), fusions=options.fusions, dump_folder=dump_folder
+            )
+            split = run_passes(gm, example_inputs, passes)
+        _count_pieces(split, noted)
+        has_layers = any(is_layer_call(node) for node in split.graph.nodes)
+        findings = split.meta[FINDINGS]
+        drop_in = DropIn(split, options.call_policy()) if captures_calls else None
+        with span("link pieces", "link pieces"):
+            forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
+        forward = refusing_capture(forward, findings)
+        if has_layers:
+            forward = with_layer_runner(forward, partial(compile_graph, options=options))
+        return forward if drop_in is None else drop_in.wrap(forward)
+
+
+def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:
+    """Says what the trace was split into."""
+    uses = collections.Counter(str(node.target) for node in split.graph.nodes if node.op == "call_module")
     num_marks = sum(is_marked_call(node.target) for node in split.graph.nodes)
+    num_pieces, num_distinct = sum(uses.values()), len(pieces_of(split))
     _logger.info(
-        "%d pieces, %d of them distinct, around %d marked calls", len(calls), len(pieces_of(split)), num_marks
+        "%d pieces, %d of them distinct, around %d marked calls", num_pieces, num_distinct, num_marks
     )
     counts = current_counts()
-    counts.num_pieces += len(calls)
-    counts.num_compiled_pieces += len(pieces_of(split))
-    has_layers = any(is_layer_call(node) for node in split.graph.nodes)
-    forward = compile_and_stitch(split, piece_compiler)
-    return (
-        layer_runner_for(partial(compile_graph, options=options)).around(forward) if has_layers else forward
+    counts.num_pieces += num_pieces
+    counts.num_compiled_pieces += num_distinct
+    if not noted.is_heard:
+        return
+    sizes = {name: num_operators(piece) for name, piece in pieces_of(split).items()}
+    noted.note(
+        num_pieces=num_pieces,
+        num_distinct_pieces=num_distinct,
+        num_marked_calls=num_marks - sum(is_layer_call(node) for node in split.graph.nodes),
+        num_layer_calls=sum(is_layer_call(node) for node in split.graph.nodes),
+        num_operators=sum(sizes[name] * count for name, count in uses.items()),
+        num_repeated_operators=sum(sizes[name] * (count - 1) for name, count in uses.items()),
+        most_uses=max(uses.values(), default=0),
+        uses=[f"{name}={count}" for name, count in uses.items()],
     )
 
 

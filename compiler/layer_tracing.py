@@ -50,7 +50,7 @@ class LayerCallSite(CallSite):
         # Guards tell tensors made in inference mode, and marked ones, from others: inputs of the forward are either.
         tensors = [torch_private.as_normal_tensor(without_dynamic_marks(tensor)) for tensor in tensors]
         run = functools.partial(current_layer_runner().run, mark, self.dynamic_dims, tensors)
-        return super().call(_PackedArguments(run), tensors, objects, ints)
+        return super().call(_LayerCall(run), tensors, objects, ints)
 
     def _mismatch(self, what: str) -> MarkResultError:
         return MarkResultError(
@@ -60,15 +60,15 @@ class LayerCallSite(CallSite):
         )
 
 
-class _PackedArguments:
-    """Hands positional and keyword arguments on as a tuple and a dict."""
+class _LayerCall:
+    """Runs a layer where a call site expects a mark; no capture asks for a stand-in, since it is no break."""
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+    def __init__(self, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._run = run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function with both."""
-        return self._function(args, kwargs)
+    def call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Any) -> Any:
+        """Runs the layer with these arguments."""
+        return self._run(args, kwargs)
 
 
 def is_layer_call(node: torch.fx.Node) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_piecewise.passes.fusions import FUSIONS
+from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
@@ -20,10 +23,30 @@ class CompileOptions:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
+        cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
+            ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
+        profile: File for the profile of this process's compiles as JSON; written anew after each.
+        fusions: Names of passes that change numerics, such as ``join_linears``; none unless asked.
+        dump_folder: Where every trace is written as text, before and after each pass, and its pieces; None
+            writes nothing.
+        capture: Whether calls capture, and how; this and all that follows as in `CallPolicy`.
+        capture_after: Calls of a shape before one captures it.
+        capture_sizes: Which values of the varying size get a graph.
+        max_graphs: The most recordings of one compiled forward.
+        outputs: Whether calls return copies or views of graph memory.
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    cache_folder: str | os.PathLike[str] | None = None
+    profile: str | os.PathLike[str] | None = None
+    fusions: Sequence[str] = ()
+    dump_folder: str | None = None
+    capture: str = "auto"
+    capture_after: int = 1
+    capture_sizes: Sequence[int] | None = None
+    max_graphs: int = 32
+    outputs: str = "copy"
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
@@ -39,16 +62,42 @@ class CompileOptions:
             raise ConfigError(
                 f"inductor_config is given, but piece_compiler is {self.piece_compiler!r}: leave one of them out."
             )
+        _check_path("cache_folder", self.cache_folder)
+        _check_path("profile", self.profile)
         if self.inductor_config.get("triton.cudagraphs"):
             raise ConfigError(
                 "inductor_config turns Inductor's own CUDA graphs on. Capture has one owner: leave it out and "
                 "capture the compiled forward."
             )
 
+        if isinstance(self.fusions, str) or not isinstance(self.fusions, Sequence):
+            raise ConfigError(f"fusions must be a list of names, got {self.fusions!r}.")
+        for name in self.fusions:
+            if name not in FUSIONS:
+                raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
+        if self.dump_folder is not None and not isinstance(self.dump_folder, str):
+            raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
+
+        self.call_policy()
+
+    def call_policy(self) -> CallPolicy:
+        """Returns what is captured while the compiled forward is called.
+
+        Raises:
+            ConfigError: An option that cannot be accepted.
+        """
+        return CallPolicy(**{one.name: getattr(self, one.name) for one in dataclasses.fields(CallPolicy)})
+
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""
         settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
-        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip()
+        fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
+        return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
+        raise ConfigError(f"{name} must be a path, got {value!r}.")
 
 
 def options_from(given: Mapping[str, Any] | None) -> CompileOptions:

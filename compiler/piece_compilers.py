@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
 
+from .openvino_pieces import compile_with_openvino
 from .options import CompileOptions
 
 PieceCompiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -30,6 +31,14 @@ BACKEND_NAME = "sgl_piecewise"
 def run_as_fx(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Returns the piece's own code: the same operators in the same order as eager."""
     return piece.forward
+
+
+def import_piece_compiler(chosen: str | PieceCompiler) -> None:
+    """Imports what a piece compiler needs, which would otherwise count as compiling; unknown names are left alone."""
+    if chosen == "inductor":
+        torch_private_compiling.import_inductor()
+    elif isinstance(chosen, str) and chosen in _EXTRAS and importlib.util.find_spec(_EXTRAS[chosen][0]):
+        importlib.import_module(_EXTRAS[chosen][0])
 
 
 def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
@@ -61,4 +70,9 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
         return partial(backend, config_patches={**options.inductor_config, "triton.cudagraphs": False})
+    if chosen == "openvino":
+        return partial(compile_with_openvino, backend)
+    if chosen == "torch_tensorrt":
+        # Without this it logs that it failed and runs the piece as it is.
+        return partial(backend, options={"pass_through_build_failures": True})
     return backend

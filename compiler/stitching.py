@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ from .piece_compilers import PieceCompiler, run_as_fx
 _logger = logging.getLogger(__name__)
 
 
-def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Callable[..., Any]:
+def compile_and_stitch(
+    split: GraphModule, piece_compiler: PieceCompiler, *, dump_folder: Path | None = None
+) -> Callable[..., Any]:
     """Compiles each piece once and returns the forward that calls them.
 
     Args:
         split: Pieces and marks; changed in place.
         piece_compiler: Compiles one piece.
+        dump_folder: Where the pieces were written, for the message of a failure.
 
     Returns:
         A callable with the inputs and outputs of the forward that was split.
@@ -41,7 +45,7 @@ def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Cal
     for node in split.graph.nodes:
         if node.op == "call_module" and node.target not in compiled:
             name = str(node.target)
-            compiled[name] = _compile(name, pieces[name], node, piece_compiler)
+            compiled[name] = _compile(name, pieces[name], node, piece_compiler, dump_folder)
     for node in split.graph.nodes:
         if is_marked_call(node.target):
             node.target = body_of(node.target)
@@ -56,7 +60,9 @@ def compile_and_stitch(split: GraphModule, piece_compiler: PieceCompiler) -> Cal
     return forward
 
 
-def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCompiler) -> Callable[..., Any]:
+def _compile(
+    name: str, piece: GraphModule, call: Node, piece_compiler: PieceCompiler, dump_folder: Path | None
+) -> Callable[..., Any]:
     values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
     examples = torch_private_compiling.example_inputs(values)
     if torch_private_compiling.share_memory(examples) and _writes_inputs(piece, values):
@@ -64,13 +70,19 @@ def _compile(name: str, piece: GraphModule, call: Node, piece_compiler: PieceCom
             "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
         )
         return run_as_fx(piece, examples)
+    text = str(piece.graph)  # A compiler may change the piece before it fails.
     try:
         with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
     except Exception as err:
+        where = (
+            f"its text is in {dump_folder / 'pieces'}"
+            if dump_folder is not None
+            else "options={'dump_folder': ...} writes every graph and piece as text"
+        )
         raise CompileError(
             f"The piece compiler failed on {name} ({type(err).__name__}: {err}). Run the pieces as they are with "
-            f"options={{'piece_compiler': 'fx'}}, or report it with this piece:\n{piece.graph}"
+            f"options={{'piece_compiler': 'fx'}}, or report it with this piece ({where}):\n{text}"
         ) from err
     if not callable(result):
         raise CompileError(

@@ -11,14 +11,14 @@ Shapes: `T` tokens, `H` query heads, `K` KV heads, `D` head size, `E` hidden, `M
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
 from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
-from .rope import RotaryEmbedding, rotate
+from .rope import RotaryEmbedding
 
 
 def _linear(
@@ -30,35 +30,52 @@ def _linear(
     return layer
 
 
-class RMSNorm(nn.Module):
-    """Divides by the root mean square over the last dimension, in float32, and scales.
+class AddRMSNorm(nn.Module):
+    """Adds to the residual stream and norms it: divides by its root mean square, and scales.
 
     Args:
         size: Last dimension.
         eps: Added to the mean square.
+        kernels: What computes it.
         device: Where the weight lives.
         dtype: Of the weight.
     """
 
-    def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: int, eps: float, *, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.eps = eps
+        self.kernels = kernels
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the normed input, fresh, in its dtype."""
-        x_float = x.float()
-        mean_square = x_float.square().mean(-1, keepdim=True)
-        return self.weight * (x_float * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+    def forward(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the normed sum and the sum (dtype[T, E] each); consumes both arguments."""
+        return self.kernels.add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """Holds the weight of a norm per head, which one kernel applies together with RoPE."""
+
+    def __init__(self, head_dim: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
 
 
 class Attention(nn.Module):
     """Grouped-query attention of one layer: projections here, the rest behind the mark."""
 
     def __init__(
-        self, config: DecoderConfig, layer_index: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        layer_index: int,
+        *,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.head_dim = config.head_dim
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self.spec = AttentionSpec(
@@ -82,21 +99,27 @@ class Attention(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.eps = config.rms_norm_eps
         self.q_norm = self._head_norm(config, device, dtype)
         self.k_norm = self._head_norm(config, device, dtype)
 
     @staticmethod
-    def _head_norm(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        if not config.has_qk_norm:
-            return nn.Identity()
-        return RMSNorm(config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
+    def _head_norm(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> HeadNorm | None:
+        return HeadNorm(config.head_dim, device=device, dtype=dtype) if config.has_qk_norm else None
 
     def forward(self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
         """Returns what attention adds to the residual stream (dtype[T, E]), fresh."""
         qkv = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
         q_THD, k_TKD, v_TKD = qkv.split(self.heads, dim=1)
-        q_THD = rotate(self.q_norm(q_THD), cos_T1D, sin_T1D)
-        k_TKD = rotate(self.k_norm(k_TKD), cos_T1D, sin_T1D)
+        q_THD, k_TKD = self.kernels.norm_rotate(
+            q_THD,
+            k_TKD,
+            cos_T1D,
+            sin_T1D,
+            q_weight_D=None if self.q_norm is None else self.q_norm.weight,
+            k_weight_D=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
+        )
         o_THD = attend(q_THD, k_TKD, v_TKD, self.spec)
         return self.o_proj(o_THD.flatten(1))
 
@@ -104,35 +127,61 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward with SiLU."""
 
-    def __init__(self, config: DecoderConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, kernels: KernelSet, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = _linear(hidden, 2 * inner, bias=False, device=device, dtype=dtype)
         self.down_proj = _linear(inner, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         """Returns what the feed-forward adds to the residual stream (dtype[T, E]), fresh."""
-        gate_TM, up_TM = self.gate_up_proj(x_TE).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate_TM) * up_TM)
+        return self.down_proj(self.kernels.silu_mul(self.gate_up_proj(x_TE)))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm that first adds to the residual stream."""
 
     def __init__(
-        self, config: DecoderConfig, layer_index: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        layer_index: int,
+        *,
+        kernels: KernelSet,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.self_attn = Attention(config, layer_index, device=device, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, device=device, dtype=dtype)
-        self.mlp = MLP(config, device=device, dtype=dtype)
+        self.input_layernorm = AddRMSNorm(size, eps, kernels=kernels, device=device, dtype=dtype)
+        self.self_attn = Attention(config, layer_index, kernels=kernels, device=device, dtype=dtype)
+        self.post_attention_layernorm = AddRMSNorm(size, eps, kernels=kernels, device=device, dtype=dtype)
+        self.mlp = MLP(config, kernels=kernels, device=device, dtype=dtype)
 
-    def forward(self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-        """Returns the residual stream after this layer (dtype[T, E]), fresh."""
-        x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), cos_T1D, sin_T1D)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        cos_T1D: torch.Tensor,
+        sin_T1D: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the layer.
+
+        Args:
+            x_TE: What the layer before adds to the residual stream (dtype[T, E]); consumed.
+            residual_TE: The stream before that (dtype[T, E]); consumed.
+            cos_T1D: From `RotaryEmbedding` (dtype[T, 1, D]).
+            sin_T1D: From `RotaryEmbedding` (dtype[T, 1, D]).
+
+        Returns:
+            What this layer's feed-forward adds, and the stream before that (dtype[T, E] each).
+        """
+        x_TE, residual_TE = self.input_layernorm(x_TE, residual_TE)
+        x_TE = self.self_attn(x_TE, cos_T1D, sin_T1D)
+        x_TE, residual_TE = self.post_attention_layernorm(x_TE, residual_TE)
+        return self.mlp(x_TE), residual_TE
 
 
 class Decoder(nn.Module):
@@ -145,9 +194,17 @@ class Decoder(nn.Module):
         config: Sizes and variations.
         device: Where parameters live.
         dtype: Of parameters and activations.
+        kernels: What computes norms, RoPE and the activation; see ``kernel_set``.
     """
 
-    def __init__(self, config: DecoderConfig, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        kernels: KernelSet = TORCH_KERNELS,
+    ) -> None:
         super().__init__()
         device = torch.device(device)
         self.config = config
@@ -156,9 +213,12 @@ class Decoder(nn.Module):
         self.embed_tokens = embedding
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, device=device, dtype=dtype) for index in range(config.num_layers)
+            DecoderLayer(config, index, kernels=kernels, device=device, dtype=dtype)
+            for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.norm = AddRMSNorm(
+            config.hidden_size, config.rms_norm_eps, kernels=kernels, device=device, dtype=dtype
+        )
         if config.has_tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
             self.lm_head.weight = self.embed_tokens.weight
@@ -188,9 +248,11 @@ class Decoder(nn.Module):
         """
         x_TE = self.embed_tokens(input_ids_T)
         cos_T1D, sin_T1D = self.rotary(positions_T, x_TE.dtype)
+        residual_TE = torch.zeros_like(x_TE)  # so that the first layer is like the others
         for layer in self.layers:
-            x_TE = layer(x_TE, cos_T1D, sin_T1D)
-        return self.norm(x_TE)
+            x_TE, residual_TE = layer(x_TE, residual_TE, cos_T1D, sin_T1D)
+        hidden_TE, _ = self.norm(x_TE, residual_TE)
+        return hidden_TE
 
     def compute_logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Applies the output layer to all rows, or to those that the caller picked.

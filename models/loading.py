@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, DeviceUnavailableError, nearest
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
 from .decoder import Decoder
@@ -51,6 +52,7 @@ def load_model(
     seed: int = 0,
     num_layers: int | None = None,
     download: bool = True,
+    kernels: KernelSet = TORCH_KERNELS,
 ) -> LoadedModel:
     """Loads, or makes, a model.
 
@@ -62,6 +64,7 @@ def load_model(
         seed: Of random weights.
         num_layers: Another depth, for random weights only.
         download: Whether the default model may be downloaded where it is not in the cache.
+        kernels: As for `Decoder`.
 
     Raises:
         CheckpointError: What the path leads to is missing, damaged, or does not fit.
@@ -77,7 +80,7 @@ def load_model(
         )
     name = os.fspath(name_or_path)
     if name in SHAPES:
-        return _random(name, device=device, dtype=dtype, seed=seed, num_layers=num_layers)
+        return _random(name, device=device, dtype=dtype, seed=seed, num_layers=num_layers, kernels=kernels)
     if num_layers is not None:
         raise ConfigError(
             f"num_layers={num_layers} is for random weights; {name} is a checkpoint with its own depth. "
@@ -85,12 +88,13 @@ def load_model(
         )
     path = default_gguf_path(download) if name == DEFAULT_MODEL else Path(name)
     if name and path.is_dir():  # An empty name would be the current folder.
-        model = load_huggingface(path, device=device, dtype=dtype)
+        model = load_huggingface(path, device=device, dtype=dtype, kernels=kernels)
         return _loaded(model, tokenizer_from_huggingface(path), path.resolve().name)
     if path.is_file() or path.suffix == ".gguf":
         file = open_gguf(path)
         tokenizer = tokenizer_from_gguf(file.metadata, origin=str(path))
-        return _loaded(load_gguf(file, device=device, dtype=dtype), tokenizer, path.name)
+        model = load_gguf(file, device=device, dtype=dtype, kernels=kernels)
+        return _loaded(model, tokenizer, path.name)
     if len(path.parts) > 1:
         raise CheckpointError(f"There is no file or folder {path}. Check the path, or give a model's name.")
     raise ConfigError(
@@ -100,12 +104,18 @@ def load_model(
 
 
 def _random(
-    name: str, *, device: torch.device, dtype: torch.dtype, seed: int, num_layers: int | None
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    num_layers: int | None,
+    kernels: KernelSet,
 ) -> LoadedModel:
     config = named_shape(name)
     if num_layers is not None:
         config = config.with_num_layers(num_layers)
-    model = random_decoder(config, device=device, dtype=dtype, seed=seed)
+    model = random_decoder(config, device=device, dtype=dtype, seed=seed, kernels=kernels)
     return _loaded(model, None, f"{name} shape with random weights (seed {seed})")
 
 

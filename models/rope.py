@@ -280,7 +280,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosine and sine for `rotate`.
+        """Returns cosine and sine for a kernel set's ``norm_rotate``.
 
         Args:
             positions_T: Position of each token in its sequence (int64[T]).
@@ -300,18 +300,3 @@ class RotaryEmbedding(nn.Module):
         device = self.inverse_frequencies.device
         self.inverse_frequencies = self.config.inverse_frequencies(self.head_dim).to(device)
         return self
-
-
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotates each head; dimension ``i`` is paired with ``i + D / 2``.
-
-    Args:
-        x_THD: Queries or keys (dtype[T, H, D]).
-        cos_T1D: From `RotaryEmbedding` (dtype[T, 1, D]).
-        sin_T1D: From `RotaryEmbedding` (dtype[T, 1, D]).
-
-    Returns:
-        The rotated heads (dtype[T, H, D]), fresh.
-    """
-    first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D

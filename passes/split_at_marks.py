@@ -1,14 +1,14 @@
 """Cuts a traced forward into pieces at its marked calls.
 
 What stands between two marked calls becomes one submodule, a piece. Marked calls, the ``getitem`` nodes that
-take their results apart, tensors the module holds, and sizes that follow from the inputs stay in the outer
-graph. The order of all nodes is kept and none is dropped.
+take their results apart, tensors the module holds, sizes that follow from the inputs, and what
+`stays_outside_pieces` stay in the outer graph. The order of all nodes is kept and none is dropped.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
 PIECE_PREFIX = "piece_"
+
+_OUTSIDE_PIECES: set[Any] = set()
+
+
+def stays_outside_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps calls of a function of ours, whose arguments are inputs, out of pieces: it runs on the host."""
+    _OUTSIDE_PIECES.add(function)
+    return function
 
 
 def split_at_marks(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
@@ -77,6 +85,8 @@ def _stays_outside(node: Node, gm: GraphModule, copies: dict[Node, Node]) -> boo
         return isinstance(_attribute(gm, str(node.target)), torch.Tensor)
     if any(used not in copies for used in node.all_input_nodes):
         return False
+    if node.target in _OUTSIDE_PIECES:
+        return True
     if node.target is operator.getitem:
         return is_marked_call(node.args[0].target)  # type: ignore[union-attr]
     return bool(node.all_input_nodes) and isinstance(node.meta.get("example_value"), int | torch.SymInt)

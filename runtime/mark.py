@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, overload
 
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, ReplayError
 
 
 class ActiveCapture(Protocol):
@@ -122,6 +123,25 @@ class MarkedFunction:
             return self.fn(*args, **kwargs)
         return capture.call_marked(self, args, kwargs)
 
+    def call_compiled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[], Callable[..., Any]]
+    ) -> Any:
+        """Calls the function from compiled code, which was told what results look like.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            stand_in: Makes what a capture may run in place of the body; asked under a capture only.
+        """
+        capture = _ACTIVE.get()
+        if capture is None:
+            return self.fn(*args, **kwargs)
+        return capture.call_marked(_CompiledCall(self, stand_in()), args, kwargs)
+
+    def body(self) -> Callable[..., Any]:
+        """Returns the function as the user wrote it."""
+        return self.fn
+
     def run_eager(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function without a break, whatever is being captured."""
         return self.fn(*args, **kwargs)
@@ -141,6 +161,42 @@ class MarkedFunction:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MarkedFunction:
         return self
+
+
+class _CompiledCall(MarkedFunction):
+    """A marked function as compiled code calls it under a capture.
+
+    Compiled code outlives the models that it was compiled for, and recordings with it, so this does not keep
+    the marked function (whose closure may hold a model) alive.
+
+    Args:
+        mark: The marked function.
+        stand_in: Gives results of the traced shapes; takes the place of ``fake``.
+    """
+
+    def __init__(self, mark: MarkedFunction, stand_in: Callable[..., Any]) -> None:
+        self._mark = weakref.ref(mark)
+        self.fn = functools.partial(_call_body, self._mark)
+        self.name = mark.name
+        self.fake = stand_in
+        self.capture_stub = mark.capture_stub
+
+    def body(self) -> Callable[..., Any]:
+        return _body_of(self._mark)
+
+
+def _call_body(reference: weakref.ref[MarkedFunction], *args: Any, **kwargs: Any) -> Any:
+    return _body_of(reference)(*args, **kwargs)
+
+
+def _body_of(reference: weakref.ref[MarkedFunction]) -> Callable[..., Any]:
+    mark = reference()
+    if mark is None:
+        raise ReplayError(
+            "A graph was replayed whose marked function no longer exists. Keep the module or function that was "
+            "compiled as long as what was captured of it."
+        )
+    return mark.fn
 
 
 class BoundMark:

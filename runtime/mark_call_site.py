@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,7 +114,7 @@ class CallSite:
         arguments = tree.unflatten(self.arguments, leaves)
         before = [(container, _items(container)) for container in _containers(arguments, self.arguments)]
         args, kwargs = arguments
-        result = mark(*args, **kwargs)
+        result = mark.call_compiled(args, kwargs, lambda: self.stand_in(tensors, ints))
         for container, items in before:
             now = _items(container)
             if len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True)):
@@ -123,6 +123,41 @@ class CallSite:
                     "go on with what it held before; return the values instead."
                 )
         return result
+
+    def stand_in(self, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> Callable[..., Any]:
+        """Returns what gives results as tracing was told, contents undefined, for calls of this shape.
+
+        It keeps none of the tensors.
+        """
+        fresh = [
+            None
+            if leaf.fresh is None
+            else dataclasses.replace(
+                leaf.fresh,
+                shape=_evaluate(leaf.fresh.shape, tensors, ints),
+                stride=_evaluate(leaf.fresh.stride, tensors, ints),
+            )
+            for leaf in self.result_leaves
+        ]
+
+        def results(*args: Any, **kwargs: Any) -> Any:
+            given = tree.flatten((args, kwargs))[0]
+            by_index = {
+                leaf.index: value
+                for leaf, value in zip(self.argument_leaves, given, strict=True)
+                if leaf.kind == "tensor"
+            }
+            leaves = [
+                one.empty((), ())
+                if one is not None
+                else by_index[plan.index]
+                if plan.kind == "argument"
+                else plan.value
+                for plan, one in zip(self.result_leaves, fresh, strict=True)
+            ]
+            return tree.unflatten(self.results, leaves)
+
+        return results
 
     def fresh_results(self, result: Any, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> list[Any]:
         """Checks a result against what tracing was told, and returns its fresh tensors.

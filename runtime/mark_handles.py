@@ -5,6 +5,7 @@ One invariant: a handle keeps no object alive that can be referred to weakly, an
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import threading
@@ -17,18 +18,24 @@ import torch
 from . import torch_private, torch_private_tracing
 from .errors import CompileError
 
+_PLAIN = (int, float, bool, complex, str, bytes, type(None))
+
 
 class _Handles:
     """Objects by number, and the tensor that carries each number through a graph.
 
     An object that can be referred to weakly has one handle for life; it and its handle are forgotten with the
-    object. Any other is held by its handle, and gets a new one each time.
+    object. Plain values that are equal have one handle, as long as few others came since. Anything else is held
+    by its handle, and gets a new one each time.
     """
+
+    _MAX_PLAIN = 4096
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # A collection may run a callback below while it is held.
         self._numbers = itertools.count(1)
         self.by_id: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.by_value: collections.OrderedDict[tuple[type, str], torch.Tensor] = collections.OrderedDict()
         self._references: dict[int, Callable[[], Any]] = {}
 
     def new(self, value: Any) -> torch.Tensor:
@@ -37,6 +44,10 @@ class _Handles:
             known = self.by_id.get(id(value))
             if known is not None and known[0]() is value:
                 return known[1]
+            plain = (type(value), repr(value)) if type(value) in _PLAIN else None
+            if plain is not None and plain in self.by_value:
+                self.by_value.move_to_end(plain)
+                return self.by_value[plain]
             number = next(self._numbers)
             handle = torch_private.host_int64(number)
             try:
@@ -44,6 +55,10 @@ class _Handles:
             except TypeError:
                 self._references[number] = lambda: value
                 weakref.finalize(handle, self._references.pop, number, None)
+                if plain is not None:
+                    self.by_value[plain] = handle
+                    if len(self.by_value) > self._MAX_PLAIN:
+                        self.by_value.popitem(last=False)
                 return handle
             self._references[number] = reference
             self.by_id[id(value)] = (reference, handle)
@@ -98,6 +113,12 @@ def object_of(handle: torch.Tensor) -> Any:
         CompileError: The object is gone.
     """
     return _HANDLES.object_of(handle)
+
+
+def has_handle(value: Any) -> bool:
+    """Tells whether compiled code reaches an object by a handle, which does not keep it alive."""
+    known = _HANDLES.by_id.get(id(value))
+    return known is not None and known[0]() is value
 
 
 def num_handles() -> int:

@@ -1,8 +1,8 @@
 """Typed facts for reports, and the one clock that makes them.
 
-Records in, reports out: nothing else in the library reads a clock, but for ``stopwatch``, which
-times calls on a device. A record is frozen and holds plain Python values, so that it can be
-written as JSON as it is.
+Records in, reports out: nothing else in the library reads a clock, but for ``stopwatch``, which times calls on
+a device, and ``time_line``, which times the steps of a build. A record is frozen and holds plain Python values,
+so that it can be written as JSON as it is.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
-TRACE, COMPILE_PIECES, FIRST_RUN = "trace", "compile_pieces", "first_run"
+from .time_line import Attribute, span
+
+IMPORT, TRACE, COMPILE_PIECES, FIRST_RUN = "import", "trace", "compile_pieces", "first_run"
 """Phases of a compile: Dynamo; passes and piece compilers; the run that it was made for."""
 
 COMPILE_PHASES = (TRACE, COMPILE_PIECES)
@@ -58,6 +61,7 @@ class BuildRecord:
             ``first_run`` where something is compiled; ``warm_up``, ``capture``, ``learn_output_shapes``,
             ``wait_for_device``. A phase is named work; what is in none is ``unattributed_s``.
         sizes: One entry per capture size, in the order captured (largest first).
+        import_s: Wall seconds before that, importing the compiler; not part of the build.
     """
 
     strategy: str
@@ -67,6 +71,7 @@ class BuildRecord:
     total_s: float
     phases_s: dict[str, float]
     sizes: tuple[SizeBuild, ...]
+    import_s: float = 0.0
 
     @property
     def compile_share(self) -> float:
@@ -78,6 +83,55 @@ class BuildRecord:
     def unattributed_s(self) -> float:
         """Wall seconds that no phase names."""
         return max(0.0, self.total_s - sum(self.phases_s.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallStats:
+    """What one compiled forward captured while it was called.
+
+    Attributes:
+        name: Which compile it is.
+        strategy: ``full`` or ``breakable``.
+        device: The graph device's name.
+        is_emulated: True where capture is imitated on a CPU.
+        num_graphs: Recordings now.
+        num_breaks: Marked calls in each.
+        num_captures: Recordings made so far.
+        num_replays: Calls that a recording served.
+        without_graph: Calls that none served, by reason.
+        failures: Why shapes could not be captured, each message once.
+    """
+
+    name: str
+    strategy: str
+    device: str
+    is_emulated: bool
+    num_graphs: int
+    num_breaks: int
+    num_captures: int
+    num_replays: int
+    without_graph: dict[str, int]
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceBuild:
+    """What it took to compile one distinct piece.
+
+    Attributes:
+        key: Name of the piece, the same in every process; empty where it was not looked for on disk.
+        piece: Name of the first piece of its kind in its trace, for example ``piece_1``.
+        cache: ``hit`` (found on disk), ``miss`` (compiled), or ``uncached`` (no cache on disk was asked, or none
+            can hold it).
+        compile_s: Wall seconds in the piece compiler.
+        num_operators: Operators and other nodes in the piece, inputs and output left out.
+    """
+
+    key: str
+    piece: str
+    cache: Literal["hit", "miss", "uncached"]
+    compile_s: float
+    num_operators: int
 
 
 @dataclass
@@ -93,11 +147,17 @@ class PhaseClock:
     started_s: float = field(default_factory=time.perf_counter)
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Attributes the block's wall time to ``name``."""
+    def phase(self, name: str, **attributes: Attribute) -> Iterator[None]:
+        """Attributes the block's wall time to ``name``, and tells listeners of the build's time line.
+
+        Args:
+            name: The named work.
+            **attributes: What it is about, for the time line.
+        """
         begin = time.perf_counter()
         try:
-            yield
+            with span(name, name, **attributes):
+                yield
         finally:
             self.phases_s[name] = self.phases_s.get(name, 0.0) + time.perf_counter() - begin
 

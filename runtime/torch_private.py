@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -49,9 +50,14 @@ def _over_storage(storage: Any, like: torch.Tensor) -> torch.Tensor:
 
 def with_lazy_bits_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a view of ``tensor`` that is lazily conjugated and negated where ``like`` is."""
-    if like.is_conj():
+    return with_lazy_bits(tensor, like.is_conj(), like.is_neg())
+
+
+def with_lazy_bits(tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """Returns the tensor, or a view of it that is lazily conjugated, negated or both."""
+    if is_conj:
         tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return torch._neg_view(tensor) if is_neg else tensor
 
 
 def as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,6 +233,11 @@ def higher_order_cpu_kernel(func: Any) -> Any | None:
     return func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
+def is_overload(func: Any) -> bool:
+    """Tells whether ``func`` is one overload of an operator, which has a schema and tags."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def is_higher_order(func: Any) -> bool:
     """Tells whether ``func`` is a higher-order operator (it has no schema and no tags)."""
     return isinstance(func, torch._ops.HigherOrderOperator)
@@ -338,3 +349,28 @@ def zero_all(tensors: Iterable[torch.Tensor]) -> None:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for group in by_dtype.values():
         torch._foreach_zero_(group)
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies each source into the target at its place; one call costs the host less than one per tensor."""
+    torch._foreach_copy_(targets, sources)
+
+
+def address_check(addresses: dict[int, int]) -> Callable[[list[Any]], bool]:
+    """Returns what tells whether the tensors of a list lie at given addresses.
+
+    Args:
+        addresses: By place in the list.
+    """
+    indices = list(addresses)
+    if not indices:
+        return lambda values: True
+    expected = list(addresses.values())
+    in_one_call: Callable[..., bool] | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if in_one_call is not None:  # In CUDA builds: a few nanoseconds a tensor.
+        by_place = [addresses.get(index) for index in range(max(indices) + 1)]
+        return lambda values: in_one_call(values, by_place, indices)
+    if len(indices) == 1:
+        return lambda values: values[indices[0]].data_ptr() == expected[0]
+    chosen, address_of = operator.itemgetter(*indices), torch.Tensor.data_ptr
+    return lambda values: list(map(address_of, chosen(values))) == expected

@@ -8,25 +8,71 @@ imports this file.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import exc
+from torch._dynamo import config, exc
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.decorators import mark_dynamic
+from torch._dynamo.utils import preserve_rng_state
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from .errors import CompileError
+from .errors import CompileError, SglPiecewiseError
 from .torch_private import storage_key, with_lazy_bits_of
 
 
 def registered_backend(name: str) -> Callable[..., Any] | None:
-    """Returns the Dynamo backend of a name, or None."""
-    try:
-        backend: Callable[..., Any] = lookup_backend(name)
-    except exc.InvalidBackend:
-        return None
-    return backend
+    """Returns the Dynamo backend of a name, or None.
+
+    Looking it up may import its package; what that changes in Dynamo's settings is put back.
+    """
+    with _kept_dynamo_settings():
+        try:
+            backend: Callable[..., Any] = lookup_backend(name)
+        except exc.InvalidBackend:
+            return None
+        return backend
+
+
+# What Inductor imports in the middle of its first compile.
+_INDUCTOR_MODULES = (
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.runtime.triton_heuristics",
+)
+
+
+def import_inductor() -> None:
+    """Imports what Inductor would import while it compiles its first graph; a module that is gone is left out."""
+    for name in _INDUCTOR_MODULES:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _kept_dynamo_settings() -> Iterator[None]:
+    before = config.get_config_copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # Some settings are deprecated, and packages touch them.
+        try:
+            yield
+        finally:
+            for name, value in config.get_config_copy().items():
+                if name in before and value != before[name]:
+                    setattr(config, name, before[name])
 
 
 def _current_fake_mode() -> Any:
@@ -51,13 +97,64 @@ def separate_compile() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """Hides the trace in progress from the block: for compilers that would take its symbols for their own."""
+    with tracing(None):
+        yield
+
+
+@contextlib.contextmanager
+def on_fake_tensors_of(values: Sequence[Any]) -> Iterator[list[Any]]:
+    """Runs the block on fake tensors: those given, or fakes of the real ones given.
+
+    Sizes that only the data gives become symbols, and nothing that the block asks adds a guard to the trace.
+
+    Yields:
+        The values to work with.
+    """
+    mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    if mode is None:
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        values = [mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in values]
+    env, was_allowed = mode.shape_env, mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        with contextlib.ExitStack() as stack:
+            if env is not None:
+                stack.enter_context(env.suppress_guards())
+                stack.enter_context(env.ignore_fresh_unbacked_symbols())
+                stack.enter_context(data_dependence_allowed(env))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(preserve_rng_state())
+            stack.enter_context(mode)
+            yield list(values)
+    finally:
+        mode.allow_non_fake_inputs = was_allowed
+
+
+@contextlib.contextmanager
+def data_dependence_allowed(shape_env: Any) -> Iterator[None]:
+    """Lets values and sizes that only the data gives be symbols, whatever Dynamo was told to do with them."""
+    before = shape_env.settings
+    shape_env.settings = dataclasses.replace(
+        before, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
+    )
+    try:
+        yield
+    finally:
+        shape_env.settings = before
+
+
 def example_inputs(values: Sequence[Any]) -> list[Any]:
     """Returns inputs for a compiler that are like the trace's values, in the mode that compilers now work in.
+
+    After the trace that is the mode of the values themselves.
 
     Sizes stay symbolic, and tensors that share memory in the trace share it again. Anything but tensors is
     passed on.
     """
-    mode = _current_fake_mode()
+    mode = detect_fake_mode(list(values)) or FakeTensorMode(shape_env=ShapeEnv())
     bases: dict[int, torch.UntypedStorage] = {}
     examples = []
     with mode, torch.inference_mode(False), torch.no_grad():
@@ -88,3 +185,55 @@ def share_memory(values: Sequence[Any]) -> bool:
     """Tells whether two of the tensors have one storage."""
     keys = [storage_key(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
     return len(set(keys)) < len(keys)
+
+
+# Failures to trace --------------------------------------------------------------------------------
+
+TRACING_FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
+"""What a call of a compiled function raises where Dynamo could not trace or compile it."""
+
+
+def inner_error(err: BaseException) -> SglPiecewiseError | None:
+    """Returns the error of this library that Dynamo passes on, wrapped or not; None if it is not about one."""
+    inner = getattr(err, "inner_exception", err)  # Of BackendCompilerFailed.
+    return inner if isinstance(inner, SglPiecewiseError) else None
+
+
+def failure_reason(err: BaseException) -> tuple[str, traceback.StackSummary | None]:
+    """Returns in one line why a trace failed, and the stack of the traced code then."""
+    return _in_one_line(str(err)), getattr(err, "real_stack", None)
+
+
+def stop_of_trace(gm: torch.nn.Module) -> tuple[str, traceback.StackSummary] | None:
+    """Returns why and where Dynamo ended a trace before its function's end; None if it did not.
+
+    Relies on the reason that Dynamo leaves at the graphs it compiles.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return _in_one_line(reason.reason), traceback.StackSummary.from_list(reason.user_stack)
+
+
+def _in_one_line(message: str) -> str:
+    """Keeps the headline of a message of Dynamo's and its explanation; hints follow for Dynamo's developers."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    explained = [line for line in lines if line.startswith("Explanation:")]
+    return " ".join(lines[:1] + explained[:1])
+
+
+# Sizes ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dynamic_sizes(dims: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Makes Dynamo trace these dimensions as symbols; the block does not see earlier traces."""
+    before = [(tensor, dict(vars(tensor))) for tensor, _ in dims]
+    for tensor, dim in dims:
+        mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:
+        for tensor, attributes in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)

@@ -7,7 +7,6 @@ it relies on, and knows nothing of the rest of the library; tried on 2.11 and 2.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,10 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._guards import CompileContext
 
 from .errors import CompileError
+from .torch_private_compiling import data_dependence_allowed
 
 
 class TracingError(CompileError, exc.TorchRuntimeError):
@@ -250,23 +251,10 @@ def on_fake_tensors(tx: Any) -> Iterator[None]:
         preserve_rng_state(),
         mode,
         _allowing_real_inputs(mode),
-        _allowing_data_dependence(mode.shape_env),
+        data_dependence_allowed(mode.shape_env),
         mode.shape_env.ignore_fresh_unbacked_symbols(),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _allowing_data_dependence(shape_env: Any) -> Iterator[None]:
-    """Lets values and sizes that only the data gives be symbols, whatever Dynamo was told to do with them."""
-    before = shape_env.settings
-    shape_env.settings = dataclasses.replace(
-        before, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-    )
-    try:
-        yield
-    finally:
-        shape_env.settings = before
 
 
 @contextlib.contextmanager
@@ -291,3 +279,36 @@ def proxy_of_symbol(tx: Any, symbol: Any) -> Any:
 def traced_nodes(tx: Any) -> list[Any]:
     """Returns the nodes of the graph in the making."""
     return list(tx.output.graph.nodes)
+
+
+# Compiling: what a backend is told -----------------------------------------------------------------
+
+
+def is_handle_input(node: Any) -> bool:
+    """Tells whether a graph input is a handle that `node_argument` made."""
+    argument = node.meta.get("grapharg")
+    return argument is not None and isinstance(argument.source, _CallSource)
+
+
+def is_static_input(node: Any) -> bool:
+    """Tells whether Dynamo takes a graph input for a tensor that stays where it is.
+
+    Those are parameters, buffers and other tensors that a module holds, and what was given to
+    ``torch._dynamo.mark_static_address``.
+    """
+    return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """Returns the symbols that a number, or the form of a tensor, depends on."""
+    if isinstance(value, torch.Tensor):
+        return set().union(
+            *(free_symbols(one) for one in (*value.shape, *value.stride(), value.storage_offset()))
+        )
+    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
+
+
+def compile_name() -> str:
+    """Returns which compile of the process is in progress, as PyTorch's own reports name it."""
+    found = CompileContext.current_compile_id()
+    return "?" if found is None else str(found)

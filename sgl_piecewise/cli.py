@@ -6,22 +6,18 @@ be met; 130 interrupted. Errors of ours are one message without a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sgl_piecewise.models.loading import DEFAULT_MODEL
-from sgl_piecewise.runtime.errors import SglPiecewiseError
 
+from . import cli_profile
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
@@ -39,10 +35,9 @@ from .comparison.options import (
 )
 from .comparison.report import check_can_write, write_report
 from .comparison.table import print_report
+from .console import errors_as_messages, progress_bar
 
 EXIT_WRONG = 1
-EXIT_REQUEST = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="sgl-piecewise",
@@ -97,6 +92,9 @@ def compare(
         Path | None, typer.Option(help="A UTF-8 text to run on. Default: one that ships.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the whole report to this file.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Also write the profile of the builds to this file.")
+    ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -120,7 +118,7 @@ def compare(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     """Compare strategies on a model: values against eager first, then times, builds and memory."""
-    with _errors_as_messages(traceback):
+    with errors_as_messages(traceback):
         torch_device = resolve_device(device)
         sizes = default_sizes(torch_device) if capture_sizes is None else parse_sizes(capture_sizes)
         options = CompareOptions(
@@ -132,8 +130,9 @@ def compare(
             launch_segments=launch_segments,
             seed=seed,
         )
-        if json is not None:
-            check_can_write(json)
+        for path in (json, profile):
+            if path is not None:
+                check_can_write(path)
         request = ModelRequest(
             name=model,
             device=torch_device,
@@ -146,8 +145,8 @@ def compare(
             may_download=download,
             command=("sgl-piecewise", *sys.argv[1:]),
         )
-        with _progress_bar() as on_progress:
-            report = compare_language_model(request, options, on_progress)
+        with progress_bar() as on_progress:
+            report = compare_language_model(request, options, on_progress, profile)
         if json is not None:
             write_report(report, json)
             Console(stderr=True).print(Text(f"Wrote {json}"))
@@ -156,45 +155,8 @@ def compare(
         raise typer.Exit(EXIT_WRONG)
 
 
-@contextlib.contextmanager
-def _errors_as_messages(shows_traceback: bool) -> Iterator[None]:
-    """Turns errors that say what to do into one message and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True).print("Interrupted; nothing was written.")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (SglPiecewiseError, torch.OutOfMemoryError) as err:
-        if shows_traceback:
-            raise
-        message = Text.assemble(("Error: ", "bold red"), str(err))
-        Console(stderr=True, soft_wrap=True).print(message)
-        raise typer.Exit(EXIT_REQUEST) from None
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[_ProgressBar]:
-    """A bar on stderr, off where that is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield _ProgressBar(progress)
-
-
-class _ProgressBar:
-    """Shows one phase at a time; a new phase replaces the last."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("loading the model", total=None)
-        self._phase = ""
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        if phase != self._phase:
-            self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(phase, total=total)
-            self._phase = phase
-        self._progress.update(self._task, completed=done, total=total)
+app.command()(cli_profile.profile)
+app.command()(cli_profile.cache)
 
 
 def main() -> None:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.build_profile import profiled
 from sgl_piecewise.runtime.capture.arguments import ArgumentBinder
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.capture.session import refuse_nested_capture
 from sgl_piecewise.runtime.capture.sizes import validate_capture_sizes
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.records import IMPORT, PhaseClock
 
 if TYPE_CHECKING:
     from sgl_piecewise.compiler.forward import CompiledForward
@@ -66,17 +68,25 @@ def capture(
                 raise ConfigError(f"{name} is given, but nothing is compiled: say with what in compile=.")
         return capture_plain(fn, example_args, example_kwargs, **options)
     refuse_nested_capture()
-    compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
-    args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
+    cell = cell_name(compile, options.get("strategy", "breakable"))
     report = options.get("on_progress") or (lambda phase, done, total: None)
-    report("compile", 0, 1)
-    with compiled.trusting():
-        trace_for_all_sizes(compiled, args, kwargs, options.get("capture_sizes"), options.get("dynamic_dims"))
-        report("compile", 1, 1)
-        captured = capture_plain(compiled, example_args, example_kwargs, **options)
+    with profiled(options.pop("profile", None), "build", strategy=cell) as facts:
+        clock = PhaseClock()
+        with clock.phase(IMPORT):
+            import_compiler(compile)
+        compiled = compiled_forward(fn, compile, compile_options, shares_layers=shares_layers)
+        args, kwargs = ArgumentBinder(compiled).canonical(tuple(example_args), dict(example_kwargs or {}))
+        report("compile", 0, 1)
+        with compiled.trusting():
+            trace_for_all_sizes(
+                compiled, args, kwargs, options.get("capture_sizes"), options.get("dynamic_dims")
+            )
+            report("compile", 1, 1)
+            captured = capture_plain(compiled, example_args, example_kwargs, **options)
+        facts.update(device=captured.pool.device.name, emulated=str(captured.pool.device.is_emulated))
     if on_recompile is not None:
         compiled.freeze(on_recompile)
-    _add_compile_phases(captured, compiled, cell_name(compile, options.get("strategy", "breakable")))
+    _add_compile_phases(captured, compiled, cell, import_s=clock.phases_s[IMPORT])
     return captured
 
 
@@ -86,6 +96,14 @@ def cell_name(compiler: str | Callable[..., Any], strategy: str) -> str:
     return f"{'tc' if name == 'inductor' else name}{SUFFIXES.get(strategy, '')}"
 
 
+def import_compiler(compiler: str | Callable[..., Any]) -> None:
+    """Imports the compiler and what compiles its pieces, here and not before; a build does not count it."""
+    from sgl_piecewise.compiler import forward  # noqa: F401 - for what it imports
+    from sgl_piecewise.compiler.piece_compilers import import_piece_compiler
+
+    import_piece_compiler(compiler)
+
+
 def compiled_forward(
     fn: Callable[..., Any],
     piece_compiler: str | Callable[..., Any],
@@ -93,7 +111,7 @@ def compiled_forward(
     *,
     shares_layers: bool = True,
 ) -> CompiledForward:
-    """Returns a compiled forward, not traced yet; the compiler is imported here and not before."""
+    """Returns a compiled forward, not traced yet."""
     from sgl_piecewise.compiler.forward import CompiledForward
 
     if "piece_compiler" in (options or {}):
@@ -164,7 +182,9 @@ def _dynamic_leaves(
     return found
 
 
-def _add_compile_phases(captured: CapturedCallable, compiled: CompiledForward, cell: str) -> None:
+def _add_compile_phases(
+    captured: CapturedCallable, compiled: CompiledForward, cell: str, *, import_s: float
+) -> None:
     """Makes the compiler's time part of the build's."""
     build = captured.build
     assert build is not None, "capture() returns with its record"
@@ -174,6 +194,7 @@ def _add_compile_phases(captured: CapturedCallable, compiled: CompiledForward, c
         strategy=cell,
         total_s=build.total_s + sum(phases_s.values()),
         phases_s={**phases_s, **build.phases_s},
+        import_s=import_s,
     )
 
 

@@ -33,6 +33,11 @@ def _views(t: Tensors) -> Any:
     return y, y.t(), y[1:, ::2], y.view(-1)[3:], y.unsqueeze(0).expand(3, -1, -1)
 
 
+def _views_of_another_type(t: Tensors) -> Any:
+    y = t["x"] * 2
+    return y.view(torch.int32), t["x"].view(torch.int16)
+
+
 def _view_of_input(t: Tensors) -> Any:
     return t["x"].t(), t["x"][1:]
 
@@ -160,6 +165,7 @@ CASES: dict[str, Callable[[Tensors], Any]] = {
     "kv index_put_": _kv_write,
     "kv assignment": _kv_assign,
     "views": _views,
+    "views of another type": _views_of_another_type,
     "views of an input": _view_of_input,
     "in-place on views": _inplace_on_view,
     "in-place metadata": _inplace_metadata,

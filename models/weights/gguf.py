@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from ..config import DecoderConfig, config_from_gguf
 from ..decoder import Decoder
@@ -103,19 +104,26 @@ def open_gguf(path: Path) -> GgufFile:
     return GgufFile(path=path, metadata=metadata, tensors=tensors)
 
 
-def load_gguf(file: GgufFile, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+def load_gguf(
+    file: GgufFile,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    kernels: KernelSet = TORCH_KERNELS,
+) -> Decoder:
     """Builds the model of a GGUF file and fills it.
 
     Args:
         file: From `open_gguf`.
         device: Where the model is made.
         dtype: Of its parameters; dequantisation is in float32.
+        kernels: As for `Decoder`.
 
     Raises:
         CheckpointError: The architecture is unknown, tensors do not fit, or a quantisation is one
             that the installed gguf cannot read.
     """
-    model = Decoder(file.config, device=device, dtype=dtype)
+    model = Decoder(file.config, device=device, dtype=dtype, kernels=kernels)
     stored = dict(file.tensors)
     if model.config.architecture == "llama":
         for name, tensor in file.tensors.items():

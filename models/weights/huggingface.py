@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sgl_piecewise.runtime.errors import CheckpointError
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from ..config import DecoderConfig, config_from_hf
 from ..decoder import Decoder
@@ -48,20 +49,27 @@ def read_huggingface_config(folder: Path) -> DecoderConfig:
     return config_from_hf(read_json(path), origin=str(path))
 
 
-def load_huggingface(folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+def load_huggingface(
+    folder: Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    kernels: KernelSet = TORCH_KERNELS,
+) -> Decoder:
     """Builds the model of a folder and fills it.
 
     Args:
         folder: Holds ``config.json`` and ``model.safetensors``, or shards with their index.
         device: Where the model is made.
         dtype: Of its parameters, whatever the files hold.
+        kernels: As for `Decoder`.
 
     Raises:
         CheckpointError: Files are missing or damaged, the architecture is unknown, or tensors do not
             fit.
         MissingExtraError: The package safetensors is not installed.
     """
-    model = Decoder(read_huggingface_config(folder), device=device, dtype=dtype)
+    model = Decoder(read_huggingface_config(folder), device=device, dtype=dtype, kernels=kernels)
     is_tied = model.config.has_tied_embeddings
     stored: dict[str, StoredTensor] = {}
     with contextlib.ExitStack() as stack:

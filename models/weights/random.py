@@ -10,12 +10,19 @@ import math
 
 import torch
 
+from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
+
 from ..config import DecoderConfig
 from ..decoder import Decoder
 
 
 def random_decoder(
-    config: DecoderConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    config: DecoderConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    kernels: KernelSet = TORCH_KERNELS,
 ) -> Decoder:
     """Returns a model with random weights.
 
@@ -24,8 +31,9 @@ def random_decoder(
         device: Where it is made; nothing passes through host memory.
         dtype: Of its parameters.
         seed: The same seed gives the same weights on the same kind of device and dtype.
+        kernels: As for `Decoder`.
     """
-    model = Decoder(config, device=device, dtype=dtype)
+    model = Decoder(config, device=device, dtype=dtype, kernels=kernels)
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         mean = 1.0 if name.endswith("norm.weight") else 0.0

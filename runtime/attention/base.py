@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..context import forward_context
+from ..errors import ConfigError
 from ..mark import eager_on_graph
 
 
@@ -23,6 +24,11 @@ class AttentionSpec:
         num_kv_heads: KV heads (`K`); `H` is a multiple of it.
         head_dim: Head size (`D`).
         scale: Factor on the scores, usually ``head_dim ** -0.5``.
+        window: Tokens that a token sees, itself included; None for all before it.
+        logit_soft_cap: Scores become ``cap * tanh(score / cap)``, after ``scale``; None for as they are.
+
+    Raises:
+        ConfigError: A size under one, or heads that do not divide.
     """
 
     layer_index: int
@@ -30,6 +36,21 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
+    window: int | None = None
+    logit_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"Attention layer {self.layer_index}"
+        for name in ("num_heads", "num_kv_heads", "head_dim", "window"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{where}: {name} must be at least 1, got {size}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{where}: {self.num_heads} query heads do not share {self.num_kv_heads} KV heads evenly."
+            )
+        if self.logit_soft_cap is not None and not self.logit_soft_cap > 0:
+            raise ConfigError(f"{where}: logit_soft_cap must be over 0, got {self.logit_soft_cap}.")
 
 
 def _like_query(

@@ -18,6 +18,8 @@ from .. import tree
 from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, use_capture
 from ..records import BuildRecord, PhaseClock, SizeBuild
+from ..time_line import span
+from .autocast import without_autocast_cache
 from .autograd import refuse_history
 from .device import GraphPool
 from .extents import share_bytes
@@ -248,36 +250,43 @@ class CapturedCallable:
     def _build_size(
         self, size: int | None, clock: PhaseClock, launch_segments: bool | None, num_warm_ups: int
     ) -> tuple[SizeBuild, bool]:
-        device, key = self.pool.device, ShapeKey(size=size)
+        key = ShapeKey(size=size)
         warm_up_before = clock.phases_s.get("warm_up", 0.0)
         capture_before = clock.phases_s.get("capture", 0.0)
-        used, reserved = device.used_bytes(), device.allocator_reserved_bytes()
+        used, reserved = self._used_and_reserved()
         recording: Recording | None = None
         error: str | None = None
         launched = bool(launch_segments)
         try:
-            with clock.phase("warm_up"):
+            with clock.phase("warm_up", size=size):
                 marks = self._warm_up(size, num_warm_ups)
             launched = self._needs_launching(marks) if launch_segments is None else launch_segments
-            used, reserved = device.used_bytes(), device.allocator_reserved_bytes()
-            with clock.phase("capture"):
+            used, reserved = self._used_and_reserved()
+            with clock.phase("capture", size=size):
                 recording = self._capture(key, launched)
             self.recordings[key] = self._by_size[size] = recording
         except torch.OutOfMemoryError as out_of_memory:
             error = self._report_out_of_memory(key, out_of_memory)
-        used_now, reserved_now = device.used_bytes(), device.allocator_reserved_bytes()
+        used_now, reserved_now = self._used_and_reserved()
         driver = None if used is None or used_now is None else (used_now - used) - (reserved_now - reserved)
+        with span("measure_memory", "measure_memory"):
+            reserved_bytes = self.pool.memory().reserved_bytes
         entry = SizeBuild(
             size=size,
             warm_up_s=clock.phases_s.get("warm_up", 0.0) - warm_up_before,
             capture_s=clock.phases_s.get("capture", 0.0) - capture_before,
             num_graph_segments=0 if recording is None else recording.num_graph_segments,
             num_breaks=0 if recording is None else recording.num_breaks,
-            reserved_bytes=self.pool.memory().reserved_bytes,
+            reserved_bytes=reserved_bytes,
             driver_bytes=driver,
             error=error,
         )
         return entry, launched
+
+    def _used_and_reserved(self) -> tuple[int | None, int]:
+        """Returns the device's memory in use, by its driver, and what the allocator holds of it."""
+        with span("measure_memory", "measure_memory"):
+            return self.pool.device.used_bytes(), self.pool.device.allocator_reserved_bytes()
 
     def _report_out_of_memory(self, key: ShapeKey, error: torch.OutOfMemoryError) -> str:
         reason = f"out of memory: {str(error).splitlines()[0]}"
@@ -304,7 +313,8 @@ class CapturedCallable:
             with self.pool.on_capture_stream():
                 for _ in range(num_warm_ups):
                     before = self._inputs.versions()
-                    with use_capture(observer):
+                    # As while capturing: Dynamo would compile again for another autocast state.
+                    with use_capture(observer), without_autocast_cache():
                         outputs = self._fn(*args, **kwargs)
                     self._inputs.refuse_reshaped(size)
                     self._inputs.note_written(before)
@@ -339,6 +349,6 @@ class CapturedCallable:
             args, kwargs = self._inputs.views(largest - 1)
             with self.pool.exclusive("capture"):
                 self.pool.order_after_last_use()
-                with self.pool.on_capture_stream():
+                with self.pool.on_capture_stream(), without_autocast_cache():
                     self._cut.learn(largest - 1, self._fn(*args, **kwargs))
         self._cut.dims()

@@ -153,6 +153,17 @@ class GraphPool(abc.ABC):
         held: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # What Condition asks as well.
         return held
 
+    def try_acquire(self) -> bool:
+        """Holds the pool if no other thread does, and tells whether it does; `release` it then.
+
+        A thread that holds it already may hold it once more, other than with `exclusive`.
+        """
+        return self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Undoes `try_acquire`."""
+        self._lock.release()
+
     @property
     def sets_copy_sources(self) -> bool:
         """Whether a boundary copy can be the first node of the next graph (``record_copy``)."""

@@ -6,14 +6,17 @@ must not know of models or of compilers: it takes a callable.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from .. import tree
+from ..build_profile import profiled
 from ..errors import ConfigError, nearest
 from ..mark import eager_on_graph
+from ..time_line import span
 from .autograd import refuse_history
 from .captured import CapturedCallable, ProgressCallback
 from .device import GraphDevice, GraphPool
@@ -46,6 +49,7 @@ def capture(
     num_warm_ups: int = 1,
     debug: bool = False,
     on_progress: ProgressCallback | None = None,
+    profile: str | os.PathLike[str] | None = None,
 ) -> CapturedCallable:
     """Captures a function or module at one fixed shape, or at a ladder of sizes.
 
@@ -73,6 +77,7 @@ def capture(
         debug: Run the whole forward as one eager segment through the same buffers and replay path,
             whatever the strategy.
         on_progress: Called with (phase, done, total).
+        profile: File for the build's profile as JSON: what was traced, compiled, warmed up and captured.
 
     Returns:
         A callable with ``fn``'s signature.
@@ -102,27 +107,36 @@ def capture(
     graph_device = _device_for(device, pool, (example_args, kwargs), module)
     refuse_history((example_args, kwargs), "an argument")
     refuse_history(list(module.parameters()) if module is not None else [], "a parameter of the module")
-    inputs = StaticInputs(
-        fn,
-        tuple(example_args),
-        kwargs,
-        device=graph_device.torch_device,
-        sizes=sizes,
-        dynamic_dims=dynamic_dims,
-        pad_values=pad_values,
-    )
-    target = _as_one_break(fn) if debug else fn
-    captured = CapturedCallable(
-        target,
-        inputs,
+    with profiled(
+        profile,
+        "build",
         strategy="debug" if debug else strategy,
-        mode="breakable" if debug or strategy == "breakable" else "full",
-        copy_outputs=outputs == "copy",
-        sizes=sizes,
-        pool=graph_device.new_pool() if pool is None else pool,
-        statics=StaticTensors(static_tensors, module),
-    )
-    captured.build_all(launch_segments=launch_segments, num_warm_ups=num_warm_ups, on_progress=on_progress)
+        device=graph_device.name,
+        emulated=str(graph_device.is_emulated),
+    ):
+        with span("static_inputs", "static_inputs"):
+            inputs = StaticInputs(
+                fn,
+                tuple(example_args),
+                kwargs,
+                device=graph_device.torch_device,
+                sizes=sizes,
+                dynamic_dims=dynamic_dims,
+                pad_values=pad_values,
+            )
+            captured = CapturedCallable(
+                _as_one_break(fn) if debug else fn,
+                inputs,
+                strategy="debug" if debug else strategy,
+                mode="breakable" if debug or strategy == "breakable" else "full",
+                copy_outputs=outputs == "copy",
+                sizes=sizes,
+                pool=graph_device.new_pool() if pool is None else pool,
+                statics=StaticTensors(static_tensors, module),
+            )
+        captured.build_all(
+            launch_segments=launch_segments, num_warm_ups=num_warm_ups, on_progress=on_progress
+        )
     return captured
 
 

@@ -8,6 +8,7 @@ arguments of capture and hands its result to the boundary buffers. Both are made
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import torch_private, tree
-from ..errors import CaptureError
+from ..errors import CaptureError, ReplayError
 from ..mark import MarkedFunction
 from .autocast import AutocastState
 from .boundary import BreakOutputs
@@ -51,14 +52,22 @@ class FrozenArguments:
         args: Positional arguments of the call.
         kwargs: Keyword arguments.
         pool: The pool being captured on.
+        is_borrowed: Tells which objects are only referred to; None for none.
 
     Attributes:
         storages: Addresses of the storages of all strided tensors among them.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], pool: GraphPool) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        pool: GraphPool,
+        is_borrowed: Callable[[Any], bool] | None = None,
+    ) -> None:
         self.storages: set[int] = set()
         self._pool = pool
+        self._is_borrowed = is_borrowed
         self._has_mutable = False
         self._args = tuple(self._freeze(value) for value in args)
         self._kwargs = {name: self._freeze(value) for name, value in kwargs.items()}
@@ -88,11 +97,24 @@ class FrozenArguments:
                 for leaf in tree.flatten(value)[0]
                 if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
             )
+        if self._is_borrowed is not None and self._is_borrowed(value):
+            self._has_mutable = True
+            return _Borrowed(value)
         return value
 
     def bind(self, fn: Callable[..., Any], receive: Callable[[Any], None]) -> Callable[[], None]:
         """Returns a callable that calls ``fn`` with these arguments and hands on its result."""
         args, kwargs = self._args, self._kwargs
+        if self._has_mutable and not kwargs:
+            changing = [index for index, value in enumerate(args) if _must_be_renewed(value)]
+
+            def call() -> None:
+                given = list(args)
+                for index in changing:
+                    given[index] = _fresh_containers(given[index])
+                receive(fn(*given))
+
+            return call
         if self._has_mutable:
             return lambda: receive(
                 fn(*_fresh_containers(args), **{k: _fresh_containers(v) for k, v in kwargs.items()})
@@ -102,13 +124,32 @@ class FrozenArguments:
         return lambda: receive(fn(*args))
 
 
+class _Borrowed(weakref.ref[Any]):
+    """An object argument that its owner keeps alive."""
+
+    __slots__ = ()
+
+
 def _is_all_scalars(value: Any) -> bool:
     """Tells quickly that a dataclass, such as a layer's description, holds nothing but numbers and strings."""
     return all(type(getattr(value, one.name)) in _SCALARS for one in dataclasses.fields(value))
 
 
+def _must_be_renewed(value: Any) -> bool:
+    """Tells whether a frozen argument is, or may hold, what each replay gets anew."""
+    return type(value) is _Borrowed or isinstance(value, (tuple, list, dict))
+
+
 def _fresh_containers(value: Any) -> Any:
     kind = type(value)
+    if kind is _Borrowed:
+        found = value()
+        if found is None:
+            raise ReplayError(
+                "A graph was replayed for a marked call whose argument no longer exists. Keep the module that was "
+                "compiled as long as what was captured of it."
+            )
+        return found
     if kind is list:
         return [_fresh_containers(item) for item in value]
     if kind is dict:

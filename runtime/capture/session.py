@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from .. import tree
 from ..errors import CaptureError, CaptureForbiddenError
 from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, active_capture, use_capture
+from ..object_state import unchanged_objects
 from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
 from .device import DeviceGraph, GraphPool
@@ -33,6 +35,8 @@ from .sizes import ShapeKey
 from .statics import StaticTensors
 
 CaptureMode = Literal["full", "breakable"]
+
+_nothing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class CaptureSession:
@@ -47,6 +51,10 @@ class CaptureSession:
             a real execution. Without it nothing runs, and every mark met needs a ``capture_stub``
             or ``fake``, because its body would read memory that was never written.
         statics: Tensors whose addresses must hold.
+        is_borrowed: Tells which object arguments of marked calls the recording must not keep alive; None
+            for none.
+        restores_objects: Whether Python objects that marked code changes while it is captured (in full mode)
+            are put back, because the call has had its effects already.
 
     Raises:
         CaptureError: On entry, capture inside capture.
@@ -65,6 +73,8 @@ class CaptureSession:
         key: ShapeKey | None = None,
         launch_segments: bool = True,
         statics: StaticTensors | None = None,
+        is_borrowed: Callable[[Any], bool] | None = None,
+        restores_objects: bool = False,
     ) -> None:
         self.pool = pool
         self.mode = mode
@@ -73,6 +83,8 @@ class CaptureSession:
         self.is_launching = launch_segments
         self.statics = statics or StaticTensors()
         self.recording: Recording | None = None
+        self._is_borrowed = is_borrowed
+        self._restores_objects = restores_objects
         self._segments: list[Segment] = []
         self._graph: DeviceGraph | None = None
         self._outputs: Any = None
@@ -109,6 +121,7 @@ class CaptureSession:
             # Outermost, so that an interrupt waits for all that the others put back.
             stack.enter_context(self._interrupts)
             stack.enter_context(self.pool.exclusive("capture"))
+            stack.enter_context(_counted_as_open())
             self.pool.order_after_last_use()
             stack.enter_context(_translated(self))
             stack.enter_context(_no_garbage_collection())
@@ -162,8 +175,10 @@ class CaptureSession:
         """
         self._interrupts.deliver()
         if self.mode == "full":
+            undo = unchanged_objects((args, kwargs), mark.body()) if self._restores_objects else _nothing
             try:
-                return mark.fn(*args, **kwargs)
+                with undo:
+                    return mark.fn(*args, **kwargs)
             except CaptureForbiddenError:
                 self._failed_in = self._failed_in or mark.name
                 raise
@@ -171,7 +186,7 @@ class CaptureSession:
         where = f"{self.key}, break {len(self._segments) // 2}"
         refuse_history((args, kwargs), f"an argument of break {mark.name!r} ({where})")
         self._end_segment()
-        frozen = FrozenArguments(args, kwargs, self.pool)
+        frozen = FrozenArguments(args, kwargs, self.pool, self._is_borrowed)
         watch = ContainerWatch(args, kwargs)
         autocast = AutocastState.now(self.pool.device.torch_device.type)
         with use_capture(None):
@@ -261,6 +276,29 @@ class CaptureSession:
         self._segments = []
         self._outputs = None
         return False
+
+
+class _OpenSessions(threading.local):
+    """How many sessions this thread has open; a break's body runs inside one too."""
+
+    count = 0
+
+
+_OPEN = _OpenSessions()
+
+
+@contextlib.contextmanager
+def _counted_as_open() -> Iterator[None]:
+    _OPEN.count += 1
+    try:
+        yield
+    finally:
+        _OPEN.count -= 1
+
+
+def is_session_open() -> bool:
+    """Tells whether this thread is inside a capture, in the body of a break or not."""
+    return _OPEN.count > 0
 
 
 def refuse_nested_capture() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -35,3 +37,34 @@ def raising_user_line(error: BaseException) -> str:
         if not frame.filename.startswith(_NOT_THE_USERS):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
     return _UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserLine:
+    """A source line of the user's.
+
+    Attributes:
+        place: ``file:line``.
+        code: The line's text; empty where it is not known.
+        function: The function that it stands in.
+    """
+
+    place: str
+    code: str = ""
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place} ({self.code})" if self.code else self.place
+
+
+def traced_user_line(stack_trace: str | None) -> UserLine:
+    """Returns the innermost line of the user's in the text of a stack, as a traced graph keeps it for each node."""
+    found = UserLine(place=_UNKNOWN)
+    for match in _STACK_ENTRY.finditer(stack_trace or ""):
+        filename, number, function, code = match.groups()
+        if not filename.startswith(_NOT_THE_USERS):
+            found = UserLine(place=f"{filename}:{number}", code=(code or "").strip(), function=function)
+    return found
+
+
+_STACK_ENTRY = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$(?:\n^ {3,}(?!File ")(.*)$)?', re.MULTILINE)

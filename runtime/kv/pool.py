@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError, MovedAddressError, PoolError, nearest
+from ..kernels.kernel_set import TORCH_KERNELS, KernelSet
 from .slots import SCRATCH_SLOT, PhysicalSlots
 
 
@@ -90,12 +91,14 @@ class KVPool:
 
     Args:
         sub_pools: One per kind of layer; no layer in two of them.
+        kernels: What writes new keys and values.
 
     Raises:
         ConfigError: Two sub-pools share a name or a layer.
     """
 
-    def __init__(self, sub_pools: Iterable[KVSubPool]) -> None:
+    def __init__(self, sub_pools: Iterable[KVSubPool], *, kernels: KernelSet = TORCH_KERNELS) -> None:
+        self._write_kv = kernels.write_kv
         self._by_name: dict[str, KVSubPool] = {}
         self._by_layer: dict[int, KVSubPool] = {}
         for sub_pool in sub_pools:
@@ -166,8 +169,7 @@ class KVPool:
                 "one slot belongs to each token, padded ones included."
             )
         k_buffer, v_buffer = sub_pool.buffers(layer_id)
-        k_buffer.index_copy_(0, slots.ids, k_TKD.to(k_buffer.dtype))
-        v_buffer.index_copy_(0, slots.ids, v_TKD.to(v_buffer.dtype))
+        self._write_kv(k_buffer, v_buffer, slots.ids, k_TKD, v_TKD)
 
     def static_tensors(self) -> dict[str, torch.Tensor]:
         """Returns every buffer by name, for who must know that it never moves."""

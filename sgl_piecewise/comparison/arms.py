@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sgl_piecewise.entry import capture, cell_name, compiled_forward, trace_for_all_sizes
+from sgl_piecewise.entry import (
+    capture,
+    cell_name,
+    compiled_forward,
+    import_compiler,
+    trace_for_all_sizes,
+)
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.sizes import ShapeKey
 from sgl_piecewise.runtime.mark import noted_marks
-from sgl_piecewise.runtime.records import BuildRecord, PhaseClock
+from sgl_piecewise.runtime.records import IMPORT, BuildRecord, PhaseClock
 
 from .report import GraphMemory
 
@@ -209,8 +215,11 @@ class CompiledArm(Arm):
         self._break_names: tuple[str, ...] = ()
 
     def build(self, on_progress: Progress) -> BuildRecord:
-        clock = PhaseClock()
         on_progress("compile", 0, 1)
+        imports = PhaseClock()
+        with imports.phase(IMPORT):
+            import_compiler(self._compiler)
+        clock = PhaseClock()
         setup = self._setup
         forward = compiled_forward(setup.model, self._compiler)
         trace_for_all_sizes(forward, setup.example, {}, setup.capture_sizes, None)
@@ -226,6 +235,7 @@ class CompiledArm(Arm):
             total_s=clock.total_s(),
             phases_s=forward.phases_s | clock.phases_s,
             sizes=(),
+            import_s=imports.phases_s[IMPORT],
         )
         with noted_marks() as names:
             forward(*setup.example)

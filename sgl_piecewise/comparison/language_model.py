@@ -7,6 +7,7 @@ attention backend, and the comparison.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -55,7 +56,10 @@ class ModelRequest:
 
 
 def compare_language_model(
-    request: ModelRequest, options: CompareOptions, on_progress: Progress | None = None
+    request: ModelRequest,
+    options: CompareOptions,
+    on_progress: Progress | None = None,
+    profile: Path | None = None,
 ) -> ComparisonReport:
     """Loads the model, tokenizes the text and runs the comparison.
 
@@ -63,6 +67,7 @@ def compare_language_model(
         request: The model and the text.
         options: The comparison.
         on_progress: Called with a phase's name, steps done and steps in all.
+        profile: File for the profile of the builds.
 
     Raises:
         ConfigError: A name or size that cannot be used.
@@ -108,7 +113,7 @@ def compare_language_model(
         ),
         command=request.command,
     )
-    return run_comparison(subject, options, on_progress)
+    return run_comparison(subject, options, on_progress, profile)
 
 
 def _tokens(

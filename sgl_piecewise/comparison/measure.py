@@ -11,17 +11,20 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from sgl_piecewise.runtime.build_profile import profiled
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.stopwatch import Stopwatch, stopwatch_for
+from sgl_piecewise.runtime.time_line import CONTAINER, span
 
 from .arms import STRATEGIES, ArmSetup, Progress
 from .candidate import Candidate
@@ -70,6 +73,7 @@ def compare(
     launch_segments: bool | None = None,
     seed: int = 0,
     on_progress: Progress | None = None,
+    profile: str | os.PathLike[str] | None = None,
 ) -> ComparisonReport:
     """Compares strategies on one model: values against padded eager, then times, build and memory.
 
@@ -86,6 +90,7 @@ def compare(
         launch_segments: Whether closed segments run while capturing; None is capture's default.
         seed: Of the order of strategies in a round and of token counts in the value check.
         on_progress: Called with a phase's name, steps done and steps in all.
+        profile: File for the profile of the builds as JSON.
 
     Returns:
         The report. A strategy whose values differ is ``wrong`` in it and has no times.
@@ -117,11 +122,14 @@ def compare(
             source="given by the caller", num_tokens=None, is_repeated=False, is_random=False
         ),
     )
-    return run_comparison(subject, options, on_progress)
+    return run_comparison(subject, options, on_progress, profile)
 
 
 def run_comparison(
-    subject: Subject, options: CompareOptions, on_progress: Progress | None = None
+    subject: Subject,
+    options: CompareOptions,
+    on_progress: Progress | None = None,
+    profile: str | os.PathLike[str] | None = None,
 ) -> ComparisonReport:
     """Runs a comparison whose subject is ready; see `compare`.
 
@@ -141,7 +149,9 @@ def run_comparison(
         example = padded_to(subject.input_sets[-1].inputs[0], largest)
         sweep = _sweep_eager(subject.model, example, options.capture_sizes, stopwatch, progress)
         first_capture_s = _first_capture_s(subject.device, stopwatch)
-        candidates = _build_candidates(subject, options, example, cleanup, progress)
+        facts = {"strategy": ", ".join(options.strategies), "device": subject.device.name}
+        with profiled(profile, "builds", **facts, emulated=str(subject.device.is_emulated)):
+            candidates = _build_candidates(subject, options, example, cleanup, progress)
         check_values(subject.model, candidates, subject.input_sets, seed=options.seed, on_progress=progress)
         measure_times(
             candidates,
@@ -190,7 +200,8 @@ def _build_candidates(
         arm = STRATEGIES[strategy](setup)
         cleanup.callback(arm.close)
         candidate = Candidate(strategy=strategy, arm=arm)
-        candidate.build_arm(_prefixed(progress, strategy))
+        with span(f"build {strategy}", CONTAINER):
+            candidate.build_arm(_prefixed(progress, strategy))
         candidates.append(candidate)
     return candidates
 

@@ -70,6 +70,9 @@ def from_plain(kind: Any, value: Any, path: str = "report") -> Any:
             from_plain(item_kind, item, f"{path}[{index}]")
             for index, (item_kind, item) in enumerate(zip(kinds, items, strict=True))
         )
+    if origin is list:
+        items = _expect(list, value, path)
+        return [from_plain(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(items)]
     if origin is dict:
         pairs = _expect(dict, value, path).items()
         return {key: from_plain(arguments[1], item, f"{path}.{key}") for key, item in pairs}
@@ -86,11 +89,15 @@ def _expect(kind: type, value: Any, path: str) -> Any:
 
 
 def _from_union(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
-    """Only ``X | None`` is used in reports."""
+    """The kind is the only one beside None, or the one that JSON's type tells."""
     if value is None and type(None) in kinds:
         return None
-    (kind,) = (kind for kind in kinds if kind is not type(None))
-    return from_plain(kind, value, path)
+    others = [kind for kind in kinds if kind is not type(None)]
+    fitting = [kind for kind in others if (typing.get_origin(kind) or kind) is type(value)]
+    if len(others) > 1 and not fitting:
+        names = ", ".join(getattr(kind, "__name__", str(kind)) for kind in others)
+        raise ConfigError(f"{path}: expected one of {names}, found {type(value).__name__} {value!r:.60}.")
+    return from_plain((fitting or others)[0], value, path)
 
 
 def _dataclass_from_plain(kind: Any, value: dict[str, Any], path: str) -> Any:

@@ -97,6 +97,12 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
     add(" other", lambda s: "-" if s.build is None else in_words_s(s.build.unattributed_s))
     add(" compiler's share", _compile_share)
     add(" / eager forwards", lambda s: _build_ratio(report, s), True)
+    if any(strategy.build is not None and strategy.build.import_s for strategy in strategies):
+        add(
+            "imports, not counted",
+            lambda s: "-" if not (s.build and s.build.import_s) else in_words_s(s.build.import_s),
+            True,
+        )
     add("graph segments", lambda s: _segments(s, "num_graph_segments"))
     add("breaks", lambda s: _segments(s, "num_breaks"), True)
     add("graph memory", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.allocator_bytes))

@@ -154,6 +154,13 @@ def test_defaults() -> None:
     ("options", "what"),
     [
         ({"piece_compiler": 3}, "must be a name or a callable"),
+        ({"capture": "breakble"}, "did you mean 'breakable'"),
+        ({"outputs": "views"}, "did you mean 'view'"),
+        ({"capture_after": 0}, "capture_after is 0; it must be an integer of at least 1"),
+        ({"max_graphs": True}, "max_graphs is True"),
+        ({"capture_sizes": [8, 4]}, "capture_sizes must ascend"),
+        ({"capture": "none", "capture_sizes": [4]}, "capture_sizes is given, but capture is 'none'"),
+        ({"capture": "none", "max_graphs": 4}, "max_graphs is given, but capture is 'none'"),
         ({"inductor_config": 3}, "must be a mapping"),
         ({"piece_compiler": "fx", "inductor_config": {"max_autotune": True}}, "leave one of them out"),
         ({"inductor_config": {"triton.cudagraphs": True}}, "Capture has one owner"),

@@ -160,7 +160,8 @@ class Recorder(TorchDispatchMode):
         recording = self.recording
         if recording is None or torch_private.is_compiling_now():
             return func(*args, **kwargs)
-        kinds = tuple(types)
+        # Views of another dtype announce plain tensors as if they were a subclass.
+        kinds = tuple(kind for kind in types if kind is not torch.Tensor)
         if any(torch_private.is_fake_type(kind) for kind in kinds):
             return func(*args, **kwargs)
         if kinds:

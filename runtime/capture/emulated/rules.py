@@ -6,6 +6,7 @@ must do on CUDA: give a value to the host, choose a shape from values, copy from
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,21 @@ _CHECKS_ERRORS = frozenset(
 _MASK_TYPES = (torch.bool, torch.uint8)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a graph cannot hold something.
+
+    Attributes:
+        what: What it is: an operator, a call.
+        why: The reason.
+        remedy: What to do instead.
+    """
+
+    what: str
+    why: str
+    remedy: str = _REMEDY
+
+
 def forbidden(what: str, why: str, remedy: str = _REMEDY) -> CaptureForbiddenError:
     """Makes the error for something that a graph cannot hold."""
     return CaptureForbiddenError(f"{what} at {current_user_line()} cannot be captured: {why}. {remedy}")
@@ -48,33 +64,49 @@ def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         CaptureForbiddenError: Names the operator, the reason and the user's line.
     """
+    refusal = refusal_of(func, args, kwargs)
+    if refusal is not None:
+        raise forbidden(refusal.what, refusal.why, refusal.remedy)
+
+
+def refusal_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
+    """Returns why CUDA refuses to capture an operator, or None; reads no values, so fake tensors will do."""
     name: str = func._schema.name
     tags = func.tags
     if name in _CHECKS_ERRORS:
-        raise forbidden(str(func), _ERROR_CHECK)
+        return Refusal(what=str(func), why=_ERROR_CHECK)
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        _check_indices(func, args)
-    elif name == "aten::lift_fresh":
+        return _refusal_of_indices(func, args)
+    if name == "aten::lift_fresh":
         # Zero dimensions are baked, as a Python scalar is.
         if args[0].dim() > 0:
-            raise forbidden("A tensor made from host data (torch.tensor([...]))", _HOST_DATA, _HOST_REMEDY)
+            return Refusal(
+                what="A tensor made from host data (torch.tensor([...]))", why=_HOST_DATA, remedy=_HOST_REMEDY
+            )
     elif name == "aten::repeat_interleave":
         if kwargs.get("output_size") is None:
-            raise forbidden(str(func), _SHAPE, "Give output_size=, or put it into a marked function.")
+            return Refusal(
+                what=str(func), why=_SHAPE, remedy="Give output_size=, or put it into a marked function."
+            )
     elif name == "aten::histc":
         if _argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"):
-            raise forbidden(str(func), _HOST_SYNC, "Give min= and max=, or put it into a marked function.")
+            return Refusal(
+                what=str(func), why=_HOST_SYNC, remedy="Give min= and max=, or put it into a marked function."
+            )
     elif name == "aten::normal":
         if isinstance(_argument(func, args, kwargs, "std"), torch.Tensor):
-            raise forbidden(
-                str(func), f"it checks std on the host; {_HOST_SYNC}", "Scale torch.randn instead."
+            return Refusal(
+                what=str(func),
+                why=f"it checks std on the host; {_HOST_SYNC}",
+                remedy="Scale torch.randn instead.",
             )
     elif torch.Tag.data_dependent_output in tags:
-        raise forbidden(str(func), _HOST_SYNC)
+        return Refusal(what=str(func), why=_HOST_SYNC)
     elif torch.Tag.dynamic_output_shape in tags:
-        raise forbidden(str(func), _SHAPE)
+        return Refusal(what=str(func), why=_SHAPE)
     elif name == "aten::_pin_memory":
-        raise forbidden(str(func), "pinning host memory is refused by CUDA during capture")
+        return Refusal(what=str(func), why="pinning host memory is refused by CUDA during capture")
+    return None
 
 
 _HOST_REMEDY = (
@@ -83,24 +115,25 @@ _HOST_REMEDY = (
 )
 
 
-def _check_indices(func: Any, args: tuple[Any, ...]) -> None:
+def _refusal_of_indices(func: Any, args: tuple[Any, ...]) -> Refusal | None:
     """Integer indices are harmless; masks are turned into indices, whose number depends on values."""
     indices = [index for index in args[1] if index is not None]
     masks = [index for index in indices if index.dtype in _MASK_TYPES]
     if not masks:
-        return
+        return None
     is_fill = (
         func._schema.name != "aten::index"
         and len(indices) == 1
         and args[2].dim() == 0
         and not (len(args) > 3 and args[3])
     )
-    if not is_fill:  # x[mask] = 0 becomes masked_fill_.
-        raise forbidden(
-            f"Indexing with a mask ({func})",
-            _SHAPE,
-            "Use torch.where or masked_fill, which keep the shape, or a function marked @eager_on_graph.",
-        )
+    if is_fill:  # x[mask] = 0 becomes masked_fill_.
+        return None
+    return Refusal(
+        what=f"Indexing with a mask ({func})",
+        why=_SHAPE,
+        remedy="Use torch.where or masked_fill, which keep the shape, or a function marked @eager_on_graph.",
+    )
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -1,0 +1,191 @@
+"""Host time per call of a compiled model: what capture at the first calls adds, beside other ways.
+
+One process, one small model, calls that are already captured. Each way is timed in turns with the others:
+
+- ``eager``: the model itself;
+- ``dynamo_floor``: a backend that does nothing, so Dynamo's guards and its own call are what is left of it;
+- ``none``: our backend, pieces compiled, nothing captured;
+- ``full`` and ``breakable``: ours with graphs, with 0, 1 and 8 marked calls between the layers;
+- ``reduce_overhead``: Inductor with PyTorch's own CUDA graphs (CUDA only).
+
+Host time is the time until a call returns, the device being idle when it begins. On a GPU, run
+
+    python benchmarks/dropin_call_cost.py --device cuda --output docs/results/DATE-gpu-dropin-call-cost.json
+
+Without one, ``--device cpu`` is a dry run on the emulated device; its times say nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_piecewise import capture_stats, eager_on_graph
+
+NUM_LAYERS = 8
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@eager_on_graph(fake=_like, capture_stub=_like)
+def passes_on(x: torch.Tensor) -> torch.Tensor:
+    """A marked call with as little in it as there can be."""
+    return x.clone()
+
+
+class Model(nn.Module):
+    """Linear layers; the first ``num_breaks`` of them are followed by a marked call."""
+
+    def __init__(self, num_breaks: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(NUM_LAYERS))
+        self.num_breaks = num_breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the form of ``x``."""
+        for index, layer in enumerate(self.layers):
+            x = torch.relu(layer(x))
+            if index < self.num_breaks:
+                x = passes_on(x)
+        return x
+
+
+def do_nothing(gm: Any, example_inputs: Any) -> Callable[..., Any]:
+    """A Dynamo backend whose compiled code returns its last result again, whatever it gets."""
+    kept: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        if not kept:
+            kept.append(gm.forward(*args))
+        return kept[0]
+
+    return call
+
+
+def ways(device: torch.device, piece_compiler: str) -> dict[tuple[str, int], dict[str, Any] | None]:
+    """Returns for each way and number of breaks the arguments of ``torch.compile``; None for eager."""
+
+    def ours(capture: str) -> dict[str, Any]:
+        return {
+            "backend": "sgl_piecewise",
+            "options": {"capture": capture, "piece_compiler": piece_compiler},
+        }
+
+    found: dict[tuple[str, int], dict[str, Any] | None] = {}
+    for num_breaks in (0, 1, 8):
+        found["eager", num_breaks] = None
+        found["dynamo_floor", num_breaks] = {"backend": do_nothing}
+        found["none", num_breaks] = ours("none")
+        found["full", num_breaks] = ours("full")
+        found["breakable", num_breaks] = ours("breakable")
+    if device.type == "cuda":
+        found["reduce_overhead", 0] = {"mode": "reduce-overhead"}
+    return found
+
+
+def host_us(call: Callable[[], Any], wait: Callable[[], None], num_calls: int) -> list[float]:
+    """Times calls on the host, each begun with nothing pending, in microseconds."""
+    times = []
+    for _ in range(num_calls):
+        wait()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Builds every way, checks its values, then times all in turns."""
+    device = torch.device(args.device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    x = torch.randn(args.rows, args.width, device=device)
+    arms: dict[tuple[str, int], Callable[[], Any]] = {}
+    for (way, num_breaks), settings in ways(device, args.piece_compiler).items():
+        torch.manual_seed(0)
+        model = Model(num_breaks, args.width).to(device).eval()
+        # Frames of one code object share Dynamo's limit of compiles, so each way has its own.
+        fn = model if settings is None else torch.compile(_own_code(model), **settings)
+        expected = model(x)
+        for _ in range(6):
+            torch.testing.assert_close(fn(x), expected, rtol=1e-3, atol=1e-3)
+        arms[way, num_breaks] = lambda fn=fn: fn(x)
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in arms}
+    for _ in range(args.rounds):
+        for key, call in arms.items():
+            times[key] += host_us(call, wait, args.calls)
+    rows = []
+    for (way, num_breaks), found in times.items():
+        floor = statistics.median(times["dynamo_floor", num_breaks])
+        median = statistics.median(found)
+        rows.append(
+            {
+                "way": way,
+                "num_breaks": num_breaks,
+                "host_us_median": round(median, 2),
+                "host_us_p10": round(statistics.quantiles(found, n=10)[0], 2),
+                "host_us_p90": round(statistics.quantiles(found, n=10)[-1], 2),
+                "over_dynamo_floor_us": round(median - floor, 2),
+                "num_calls": len(found),
+            }
+        )
+    return {
+        "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "emulated",
+        "is_emulated": device.type != "cuda",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": args.rows,
+        "width": args.width,
+        "num_layers": NUM_LAYERS,
+        "piece_compiler": args.piece_compiler,
+        "results": rows,
+        "captured": [
+            {"name": one.name, "graphs": one.num_graphs, "breaks": one.num_breaks, "replays": one.num_replays}
+            for one in capture_stats()
+        ],
+    }
+
+
+def _own_code(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that calls the model, with a code object of its own."""
+    namespace: dict[str, Any] = {"model": model}
+    exec("def call(x):\n    return model(x)\n", namespace)  # noqa: S102 - a fresh code object is the point
+    found: Callable[[torch.Tensor], torch.Tensor] = namespace["call"]
+    return found
+
+
+def main() -> None:
+    """Reads the command line, measures, writes JSON and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--piece-compiler", default="inductor")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    with torch.inference_mode():
+        report = measure(args)
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{report['device']}: host time per call, microseconds (median; over Dynamo's floor)")
+    for row in report["results"]:
+        median, over = row["host_us_median"], row["over_dynamo_floor_us"]
+        print(f"  {row['way']:16} {row['num_breaks']} breaks {median:9.1f} {over:+9.1f}")
+
+
+if __name__ == "__main__":
+    main()

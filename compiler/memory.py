@@ -1,0 +1,88 @@
+"""The memory that a forward will need of a graph pool, asked before anything is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from sgl_piecewise.passes.estimate_memory import MEMORY, MemoryEstimate
+from sgl_piecewise.passes.pipeline import pipeline, run_passes
+from sgl_piecewise.runtime import torch_private_compiling
+from sgl_piecewise.runtime.errors import CompileError, ConfigError
+
+from .tracing_errors import explained_tracing_errors
+
+
+def memory_estimate(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_dims: Mapping[int | str, int] | None = None,
+) -> MemoryEstimate:
+    """Traces a forward and estimates what a graph pool needs to capture it, as a function of its size.
+
+    The forward runs once, uncompiled, on the arguments; nothing is captured.
+
+    Args:
+        fn: The forward: a function or module, not compiled yet.
+        args: Example arguments. Their token count should be equal to no other size.
+        kwargs: Example keyword arguments.
+        dynamic_dims: Which dimension of which argument (position or name) is the token count; by default
+            dimension 0 of every tensor that is as long there as the first tensor.
+
+    Returns:
+        The estimate; ``estimate.peak.at(num_tokens)`` is the pool in bytes. It holds for pieces that run as FX;
+        Inductor's need less, since it keeps fewer values.
+
+    Raises:
+        CompileError: The forward cannot be traced in one graph.
+        ConfigError: An argument of ``dynamic_dims`` is not a tensor argument.
+
+    Example:
+        >>> memory_estimate(model, (input_ids, positions)).peak.at(4096)
+    """
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs or {})
+    with torch_private_compiling.dynamic_sizes(_dynamic(named, dynamic_dims)):
+        found: list[MemoryEstimate] = []
+
+        def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            traced: Callable[..., Any] = gm.forward
+            copy = GraphModule(gm, _copied(gm))
+            found.append(run_passes(copy, example_inputs, pipeline()).meta[MEMORY])
+            return traced
+
+        with explained_tracing_errors():
+            torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+    if not found:
+        raise CompileError(
+            "The forward was not traced: compiling is switched off around this call (torch.compiler.disable, "
+            "set_stance, or TORCHDYNAMO_DISABLE)."
+        )
+    return found[0]
+
+
+def _dynamic(
+    named: Mapping[int | str, Any], dims: Mapping[int | str, int] | None
+) -> list[tuple[torch.Tensor, int]]:
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    if dims is not None:
+        for name, dim in dims.items():
+            if name not in tensors or not -tensors[name].dim() <= dim < tensors[name].dim():
+                raise ConfigError(
+                    f"dynamic_dims names dimension {dim} of argument {name!r}; tensor arguments are "
+                    f"{ {name: tuple(one.shape) for name, one in tensors.items()} }."
+                )
+        return [(tensors[name], dim) for name, dim in dims.items()]
+    with_sizes = [one for one in tensors.values() if one.dim() > 0]
+    return [(one, 0) for one in with_sizes if one.shape[0] == with_sizes[0].shape[0]]
+
+
+def _copied(gm: GraphModule) -> Any:
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return graph

@@ -1,0 +1,79 @@
+"""Attention backends by name: resolved before anything is built, so that a typo costs no pool.
+
+Prefill and decode may use different ones over the same KV pool. This module must not know how any
+of them computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import ConfigError, nearest
+from ..kernels.flashinfer_library import has_flashinfer, import_flashinfer
+from ..kernels.launching import has_triton, require_triton
+from .base import AttentionSpec
+from .paged import PagedAttention
+from .plan import PlanLimits
+from .torch_paged import TorchAttention
+
+
+def resolve_attention_backend(name: str, device: torch.device) -> str:
+    """Returns the name of the backend that a name means on a device, and checks that it can be built.
+
+    Args:
+        name: ``torch``, ``triton``, ``flashinfer``, or ``auto``: Triton on CUDA where it is
+            installed, else torch.
+        device: Where the KV pool will be.
+
+    Raises:
+        ConfigError: No backend has that name.
+        MissingExtraError: The package that it needs is not installed.
+    """
+    if name == "auto":
+        return "triton" if device.type == "cuda" and has_triton() else "torch"
+    if name not in _BUILDERS:
+        raise ConfigError(f"Unknown attention backend {name!r}. {nearest(name, ['auto', *_BUILDERS])}")
+    if name == "triton":
+        require_triton()
+    if name == "flashinfer":
+        import_flashinfer(purpose="compute attention with the backend 'flashinfer'")
+    return name
+
+
+def build_attention_backend(
+    name: str, layers: Sequence[AttentionSpec], *, limits: PlanLimits
+) -> PagedAttention:
+    """Builds a backend; bind it to a KV pool before its first plan.
+
+    Args:
+        name: From `resolve_attention_backend`.
+        layers: Constants of the model's attention layers.
+        limits: The largest batch.
+    """
+    return _BUILDERS[name](layers, limits)
+
+
+def available_attention_backends() -> tuple[str, ...]:
+    """Returns the names of the backends whose packages are installed."""
+    return ("torch", *(["triton"] if has_triton() else []), *(["flashinfer"] if has_flashinfer() else []))
+
+
+def _triton(layers: Sequence[AttentionSpec], limits: PlanLimits) -> PagedAttention:
+    from .triton_paged import TritonAttention
+
+    return TritonAttention(layers, limits=limits)
+
+
+def _flashinfer(layers: Sequence[AttentionSpec], limits: PlanLimits) -> PagedAttention:
+    from .flashinfer_paged import FlashInferAttention
+
+    return FlashInferAttention(layers, limits=limits)
+
+
+_BUILDERS: dict[str, Callable[[Sequence[AttentionSpec], PlanLimits], PagedAttention]] = {
+    "torch": lambda layers, limits: TorchAttention(layers, limits=limits),
+    "triton": _triton,
+    "flashinfer": _flashinfer,
+}

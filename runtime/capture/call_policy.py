@@ -1,0 +1,67 @@
+"""When a compiled forward that is called like any other gets graphs, and how many."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..errors import ConfigError, nearest
+from .session import CaptureMode
+from .sizes import validate_capture_sizes
+
+CaptureChoice = Literal["auto", "none", "full", "breakable"]
+CAPTURE_CHOICES: tuple[CaptureChoice, ...] = ("auto", "none", "full", "breakable")
+OUTPUT_MODES = ("copy", "view")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPolicy:
+    """What is captured while a compiled forward is being called.
+
+    Attributes:
+        capture: ``none``; ``full`` or ``breakable`` as for `capture`, on a CPU emulated; ``auto`` is
+            ``breakable`` on CUDA and ``none`` elsewhere.
+        capture_after: Calls of a shape that run without a graph before one captures it, at least one.
+        capture_sizes: Values of the varying size that get a graph; None for every one that is met.
+        max_graphs: The most recordings that one compiled forward holds.
+        outputs: ``copy`` returns fresh tensors; ``view`` returns graph-owned ones, which the next replay of
+            the same shape overwrites.
+
+    Raises:
+        ConfigError: A value that cannot be accepted.
+    """
+
+    capture: str = "auto"
+    capture_after: int = 1
+    capture_sizes: Sequence[int] | None = None
+    max_graphs: int = 32
+    outputs: str = "copy"
+
+    def __post_init__(self) -> None:
+        if self.capture not in CAPTURE_CHOICES:
+            raise ConfigError(f"capture is {self.capture!r}. {nearest(self.capture, CAPTURE_CHOICES)}")
+        if self.outputs not in OUTPUT_MODES:
+            raise ConfigError(f"outputs is {self.outputs!r}. {nearest(self.outputs, OUTPUT_MODES)}")
+        for name, value in (("capture_after", self.capture_after), ("max_graphs", self.max_graphs)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        if self.capture_sizes is not None:
+            validate_capture_sizes(self.capture_sizes)
+        for one in dataclasses.fields(self):
+            if self.capture == "none" and one.name != "capture" and getattr(self, one.name) != one.default:
+                raise ConfigError(
+                    f"{one.name} is given, but capture is 'none' and nothing would use it: leave one of them out."
+                )
+
+    def mode_on(self, devices: Sequence[torch.device]) -> CaptureMode | None:
+        """Returns how a forward with tensors on these devices is captured, or None if it is not."""
+        is_on_cuda = any(device.type == "cuda" for device in devices)
+        if self.capture == "auto":
+            return "breakable" if is_on_cuda else None
+        if not is_on_cuda and not any(device.type == "cpu" for device in devices):
+            return None
+        return {"full": "full", "breakable": "breakable"}.get(self.capture)  # type: ignore[return-value]

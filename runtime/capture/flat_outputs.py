@@ -1,0 +1,178 @@
+"""Outputs of a flat call: fresh copies, or what they were of the caller's own tensors.
+
+What an output is (an input itself, a view of one, fresh memory) is found out while capturing; a replay
+follows a list made once. Fresh outputs that share memory with each other share it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from .device import GraphPool
+from .extents import bytes_of, lazy_bits, overlaps_itself, span_bytes
+
+# Gives one output of a replay from the call's inputs, the recording's outputs, and copied memories.
+_Step = Callable[[Sequence[Any], Sequence[Any], Sequence[torch.UntypedStorage]], Any]
+
+
+class FlatOutputs:
+    """How the outputs of one recording become those of a call.
+
+    Args:
+        outputs: What the forward returned while capturing, flat.
+        inputs: What it was called with then.
+        aliases: For each storage of an input: the place of one that lies in it.
+        pool: The pool that was captured on.
+        is_copied: Whether calls get copies; else views of graph memory, which this object then owns.
+
+    Attributes:
+        own_storages: Of the graph memory that calls get.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        aliases: Mapping[int, int],
+        pool: GraphPool,
+        *,
+        is_copied: bool,
+    ) -> None:
+        self._memories: list[_SharedMemory] = []
+        own: set[int] = set()
+        steps: dict[int, _Step] = {}
+        groups: dict[int, list[int]] = {}
+        for index, output in enumerate(outputs):
+            storage = output.untyped_storage().data_ptr() if isinstance(output, torch.Tensor) else 0
+            if not isinstance(output, torch.Tensor):
+                steps[index] = _constant(output)
+            elif storage in aliases:
+                steps[index] = _of_input(output, inputs, aliases[storage])
+            elif storage and not pool.owns(output):
+                steps[index] = _constant(output)  # Memory of the forward's own, such as a constant.
+            elif is_copied:
+                groups.setdefault(storage or -index - 1, []).append(index)
+            else:
+                own.add(storage)
+                steps[index] = _view_of(output)
+        for members in groups.values():
+            if len(members) == 1 and _keeps_strides(outputs[members[0]]):
+                steps[members[0]] = _clone(members[0])
+            else:
+                steps.update(self._shared(members, outputs))
+        self.own_storages = frozenset(own)
+        self._steps = [steps[index] for index in range(len(outputs))]
+
+    def _shared(self, members: list[int], outputs: Sequence[torch.Tensor]) -> dict[int, _Step]:
+        """Returns the steps of outputs that lie in one memory."""
+        tensors = [outputs[index] for index in members]
+        start = min(tensor.data_ptr() for tensor in tensors)
+        end = max(tensor.data_ptr() + span_bytes(tensor) for tensor in tensors)
+        memory = _SharedMemory(
+            member=members[0], shift_bytes=start - tensors[0].data_ptr(), num_bytes=end - start
+        )
+        self._memories.append(memory)
+        number = len(self._memories) - 1
+        return {
+            index: _in_memory(tensor, number, tensor.data_ptr() - start)
+            for index, tensor in zip(members, tensors, strict=True)
+        }
+
+    def of_call(self, args: Sequence[Any], recorded: Sequence[Any]) -> list[Any]:
+        """Returns a call's outputs after a replay.
+
+        Args:
+            args: The call's inputs.
+            recorded: The recording's outputs.
+        """
+        memories = [memory.copied(recorded) for memory in self._memories]
+        return [step(args, recorded, memories) for step in self._steps]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SharedMemory:
+    """What several outputs lie in.
+
+    Attributes:
+        member: One of them.
+        shift_bytes: Where the memory begins, from where that one begins.
+        num_bytes: Its size.
+    """
+
+    member: int
+    shift_bytes: int
+    num_bytes: int
+
+    def copied(self, recorded: Sequence[Any]) -> torch.UntypedStorage:
+        """Returns a copy of the memory."""
+        member = recorded[self.member]
+        return (
+            bytes_of(member, member.data_ptr() + self.shift_bytes, self.num_bytes).clone().untyped_storage()
+        )
+
+
+def _constant(value: Any) -> _Step:
+    return lambda args, recorded, memories: value
+
+
+def _clone(index: int) -> _Step:
+    return lambda args, recorded, memories: recorded[index].clone()
+
+
+def _view_of(owner: torch.Tensor) -> _Step:
+    return lambda args, recorded, memories: owner.detach()
+
+
+def _in_memory(output: torch.Tensor, number: int, offset_bytes: int) -> _Step:
+    """Returns the step for an output that lies in a copied memory; keeps nothing of the output."""
+    build = _tensor_maker(output)
+    return lambda args, recorded, memories: build(memories[number], offset_bytes)
+
+
+def _of_input(output: torch.Tensor, inputs: Sequence[Any], index: int) -> _Step:
+    """Returns the step for an output that lies in the memory of an input; keeps nothing of either."""
+    for place, value in enumerate(inputs):
+        if value is output:
+            return lambda args, recorded, memories: args[place]
+    shape, stride, (is_conj, is_neg) = output.shape, output.stride(), lazy_bits(output)
+    shift_bytes = output.data_ptr() - inputs[index].data_ptr()
+    if output.dtype != inputs[index].dtype:
+        build = _tensor_maker(output)
+
+        def other_type(args: Sequence[Any], recorded: Any, memories: Any) -> torch.Tensor:
+            storage = args[index].untyped_storage()
+            return build(storage, args[index].data_ptr() + shift_bytes - storage.data_ptr())
+
+        return other_type
+    shift = shift_bytes // output.element_size()
+
+    def view(args: Sequence[Any], recorded: Any, memories: Any) -> torch.Tensor:
+        found = args[index].as_strided(shape, stride, args[index].storage_offset() + shift)
+        return torch_private.with_lazy_bits(found, is_conj, is_neg)
+
+    return view
+
+
+def _tensor_maker(like: torch.Tensor) -> Callable[[torch.UntypedStorage, int], torch.Tensor]:
+    """Returns what makes a tensor of the same form over other memory."""
+    dtype, device, shape, stride = like.dtype, like.device, like.shape, like.stride()
+    element_size, (is_conj, is_neg) = like.element_size(), lazy_bits(like)
+
+    def make(storage: torch.UntypedStorage, offset_bytes: int) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        tensor.set_(storage, offset_bytes // element_size, shape, stride)
+        return torch_private.with_lazy_bits(tensor, is_conj, is_neg)
+
+    return make
+
+
+def _keeps_strides(tensor: torch.Tensor) -> bool:
+    """Tells whether ``clone`` gives a tensor of the same form."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return not overlaps_itself(tensor) and span_bytes(tensor) == tensor.numel() * tensor.element_size()

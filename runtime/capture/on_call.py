@@ -1,0 +1,360 @@
+"""A forward that captures itself while it is called: graphs for the shapes that come again.
+
+Calls run the forward as it is until a shape was met often enough; that call runs once more as it is, on
+the capture stream, and is then recorded with nothing executed, so all that it does happens once. Later calls
+of the shape replay. Whatever no graph can serve runs the forward as it is, counted with its reason.
+This module must not know of compilers or models: it takes a forward of flat inputs, and facts about them.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import torch_private
+from ..mark import active_capture
+from ..records import CallStats
+from .call_policy import CallPolicy
+from .device import GraphPool
+from .devices import graph_device_for
+from .flat_inputs import FlatInputs, InputFacts, key_maker
+from .flat_outputs import FlatOutputs
+from .recording import Recording
+from .session import CaptureMode, CaptureSession, is_session_open
+
+_logger = logging.getLogger(__name__)
+
+# Why a call ran without a graph: the keys of ``CallStats.without_graph``.
+WARM_UP = "shape_is_new"
+CAPTURING = "captured_by_this_call"
+GRAPH_LIMIT = "max_graphs_reached"
+FAILED = "capture_failed"
+INSIDE_CAPTURE = "inside_another_capture"
+IN_USE = "called_by_its_own_marked_function"
+MOVED = "static_input_changed"  # A parameter or buffer moved, or a marked call gets another object.
+CONFLICT = "input_shares_memory_with_a_static_tensor"
+NOT_LISTED = "not_in_capture_sizes"
+
+# Shapes that are only counted so far, the oldest forgotten first.
+_MAX_COUNTED_SHAPES = 4096
+# A shape whose static tensors keep moving is captured ever more seldom, up to this.
+_MOST_CALLS_BEFORE_RECAPTURE = 64
+# Recordings of one shape for other static tensors (two models share one compiled forward); the oldest goes.
+_MAX_PER_SHAPE = 4
+
+_FORWARDS: weakref.WeakSet[OnCallCapture] = weakref.WeakSet()
+
+
+def capture_stats() -> tuple[CallStats, ...]:
+    """Returns what every compiled forward that is alive captured, and why calls ran without a graph.
+
+    One entry for each graph that Dynamo handed to the backend and that may be captured, oldest first.
+    """
+    return tuple(forward.stats() for forward in sorted(_FORWARDS, key=lambda one: one.number))
+
+
+class _Captured:
+    """One recording with what a call needs to use it."""
+
+    def __init__(self, inputs: FlatInputs, recording: Recording, outputs: FlatOutputs) -> None:
+        self.inputs = inputs
+        self.recording = recording
+        self.outputs = outputs
+        self.is_at_home = torch_private.address_check(inputs.addresses)
+        self.owners: list[weakref.ref[torch.Tensor]] = []
+
+
+class OnCallCapture:
+    """The callable that stands for a compiled forward.
+
+    Args:
+        forward: Takes flat inputs, returns a flat sequence of outputs.
+        facts: Of its inputs.
+        mode: How sessions capture.
+        policy: When.
+        name: For reports.
+        held: Tensors that the forward holds itself and may be given other memory (parameters of a module
+            that was traced with them inside).
+        is_borrowed: As for `CaptureSession`.
+
+    Attributes:
+        number: Counts such objects in a process.
+        device: The graph device.
+    """
+
+    _numbers = iter(range(1 << 62))
+
+    def __init__(
+        self,
+        forward: Callable[..., Sequence[Any]],
+        facts: InputFacts,
+        *,
+        mode: CaptureMode,
+        policy: CallPolicy,
+        name: str,
+        held: Sequence[torch.Tensor] = (),
+        is_borrowed: Callable[[Any], bool] | None = None,
+    ) -> None:
+        assert facts.device is not None, "a forward without tensors has nothing to capture"
+        self.number = next(self._numbers)
+        self.device = graph_device_for(facts.device)
+        self._pool: GraphPool | None = None  # While there are recordings.
+        self._forward = forward
+        self._facts = facts
+        self._mode = mode
+        self._policy = policy
+        self._name = name
+        self._held = list(held)
+        self._is_borrowed = is_borrowed
+        self._key = key_maker(facts)
+        self._is_copied = policy.outputs == "copy"
+        # By code that is not ours.
+        self._is_capturing: Callable[[], bool] = (
+            torch.cuda.is_current_stream_capturing if facts.device.type == "cuda" else lambda: False
+        )
+        self._by_key: dict[Any, tuple[_Captured, ...]] = {}
+        self._counted: collections.OrderedDict[Any, int] = collections.OrderedDict()
+        self._captures_of: collections.Counter[Any] = collections.Counter()
+        self._failures: dict[Any, str] = {}
+        self._in_progress: dict[Any, int] = {}
+        self._dead: collections.deque[_Captured] = collections.deque()
+        self._tables = threading.RLock()
+        self._without_graph: collections.Counter[str] = collections.Counter()
+        self._num_captures = 0
+        self._num_replays = 0
+        _FORWARDS.add(self)
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """Runs the forward: by replay where a graph fits, else as it is.
+
+        Returns:
+            As the forward does. Tensors are fresh or the caller's own; with ``outputs="view"`` graph-owned.
+        """
+        key = self._key(args)
+        found = self._by_key.get(key)
+        if found is None or active_capture() is not None or self._is_capturing():
+            return self._run_without_graph(key, args, None)
+        values = [*args, *self._held]
+        for captured in found:
+            if captured.is_at_home(values):
+                break
+        else:
+            return self._run_without_graph(key, args, MOVED)
+        inputs, recording, pool = captured.inputs, captured.recording, captured.recording.pool
+        if inputs.conflicts_with(args):
+            return self._run_without_graph(key, args, CONFLICT)
+        if pool.is_held():
+            return self._run_without_graph(key, args, IN_USE)
+        with pool.exclusive("replay"):
+            pool.order_after_last_use()
+            inputs.copy_in(args)
+            recording.run()
+            if inputs.has_written:
+                inputs.copy_back(args, captured.outputs.own_storages)
+            self._num_replays += 1
+            return captured.outputs.of_call(args, recording.outputs)
+
+    def stats(self) -> CallStats:
+        """Returns counts and reasons so far."""
+        with self._tables:
+            recordings = [one.recording for found in self._by_key.values() for one in found]
+            return CallStats(
+                name=self._name,
+                strategy=self._mode,
+                device=self.device.name,
+                is_emulated=self.device.is_emulated,
+                num_graphs=len(recordings),
+                num_breaks=max((one.num_breaks for one in recordings), default=0),
+                num_captures=self._num_captures,
+                num_replays=self._num_replays,
+                without_graph=dict(self._without_graph),
+                failures=tuple(dict.fromkeys(self._failures.values())),
+            )
+
+    def describe(self) -> str:
+        """Returns every recording as text."""
+        return "\n".join(one.recording.describe() for found in self._by_key.values() for one in found)
+
+    # Without a graph
+
+    def _run_without_graph(self, key: Any, args: tuple[Any, ...], reason: str | None) -> Sequence[Any]:
+        """Runs the forward as it is, or captures it on the way."""
+        with self._tables:
+            decided = self._reason(key, args, reason)
+            self._without_graph[decided] += 1
+            is_first = self._without_graph[decided] == 1
+        if is_first and decided not in (WARM_UP, CAPTURING):
+            _logger.info("%s: ran without a graph, reason %s", self._name, decided)
+        if decided is CAPTURING:
+            return self._capture(key, args)
+        return self._forward(*args)
+
+    def _reason(self, key: Any, args: tuple[Any, ...], reason: str | None) -> str:
+        """Says why this call has no graph; counts the shape."""
+        if active_capture() is not None or is_session_open() or self._is_capturing():
+            return INSIDE_CAPTURE
+        if self._pool is not None and self._pool.is_held():
+            return IN_USE
+        if self._facts.refusal is not None:
+            return self._facts.refusal
+        if reason is CONFLICT:
+            return CONFLICT
+        if key in self._failures:
+            return FAILED
+        if key in self._in_progress:
+            return WARM_UP
+        sizes = self._policy.capture_sizes
+        if sizes is not None and not any(value in sizes for value in self._sizes_of(args)):
+            return NOT_LISTED
+        count = self._counted.pop(key, 0) + 1
+        num_captures, first = self._captures_of[key], self._policy.capture_after
+        if count <= min(first << min(num_captures, 16), max(first, _MOST_CALLS_BEFORE_RECAPTURE)):
+            self._counted[key] = count
+            if len(self._counted) > _MAX_COUNTED_SHAPES:
+                self._counted.popitem(last=False)
+            return MOVED if num_captures else WARM_UP
+        if sum(map(len, self._by_key.values())) >= self._policy.max_graphs and not self._make_room(key):
+            self._counted[key] = count
+            return GRAPH_LIMIT
+        self._in_progress[key] = count
+        return CAPTURING
+
+    def _sizes_of(self, args: tuple[Any, ...]) -> set[int]:
+        sizes = {args[index] for index in self._facts.keyed if type(args[index]) is int}
+        for index in self._facts.varying:
+            sizes.update(args[index].shape)
+        return sizes
+
+    def _make_room(self, key: Any) -> bool:
+        """Frees the oldest recording of a shape that has others, if there is one."""
+        found = self._by_key.get(key, ())
+        if not found:
+            return False
+        self._drop(found[-1])
+        return True
+
+    # Capturing
+
+    def _capture(self, key: Any, args: tuple[Any, ...]) -> Sequence[Any]:
+        """Runs the call as it is and records its shape; what cannot be recorded runs as it is from now on."""
+        pool = self._pool_for_capture()
+        is_done = False
+        try:
+            caller = _current_stream(self._facts.device)
+            with pool.exclusive("capture"):
+                pool.order_after_last_use()
+                self._free_dead()
+                with pool.on_capture_stream():
+                    outputs = self._forward(*args)
+            _used_on(caller, outputs)
+            try:
+                captured = self._record(pool, args)
+            except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
+                self._note_failure(key, error)
+            else:
+                self._add(key, captured)
+            is_done = True
+        finally:
+            with self._tables:
+                count = self._in_progress.pop(key)
+                if not is_done:  # The forward raised: another call captures.
+                    self._counted[key] = count - 1
+        return outputs
+
+    def _pool_for_capture(self) -> GraphPool:
+        with self._tables:
+            if self._pool is None:
+                self._pool = self.device.new_pool()
+            return self._pool
+
+    def _note_failure(self, key: Any, error: Exception) -> None:
+        self.device.release_cached_memory()
+        message = f"{type(error).__name__}: {error}"
+        _logger.warning("%s: cannot be captured, runs without a graph. %s", self._name, message)
+        with self._tables:
+            self._failures[key] = message
+
+    def _add(self, key: Any, captured: _Captured) -> None:
+        with self._tables:
+            self._num_captures += 1
+            self._captures_of[key] += 1
+            for surplus in self._by_key.get(key, ())[_MAX_PER_SHAPE - 1 :]:
+                self._drop(surplus)
+            self._by_key[key] = (captured, *self._by_key.get(key, ()))
+
+    def _record(self, pool: GraphPool, args: tuple[Any, ...]) -> _Captured:
+        """Records the forward at the shape of a call; nothing is executed."""
+        inputs = FlatInputs(self._facts, args)
+        session = CaptureSession(
+            pool,
+            mode=self._mode,
+            launch_segments=False,
+            is_borrowed=self._is_borrowed,
+            restores_objects=True,
+        )
+        with session:
+            outputs = list(self._forward(*inputs.views))
+            inputs.refuse_reshaped()
+            plan = FlatOutputs(outputs, inputs.views, inputs.aliases, pool, is_copied=self._is_copied)
+            session.set_outputs(outputs)
+            del outputs
+        assert session.recording is not None
+        for place, tensor in enumerate(self._held, start=len(args)):
+            inputs.addresses[place] = tensor.data_ptr()
+        inputs.forget_caller()
+        captured = _Captured(inputs, session.recording, plan)
+        forget = partial(_forget, weakref.ref(self), weakref.ref(captured))
+        captured.owners = [weakref.ref(args[index], forget) for index in self._facts.static]
+        return captured
+
+    # Freeing
+
+    def _drop(self, captured: _Captured) -> None:
+        """Takes a recording out of use and frees it, now or with the next capture."""
+        with self._tables:
+            for key, found in list(self._by_key.items()):
+                if captured in found:
+                    rest = tuple(one for one in found if one is not captured)
+                    if rest:
+                        self._by_key[key] = rest
+                    else:
+                        del self._by_key[key]
+                    self._dead.append(captured)
+            pool = self._pool
+            if not self._by_key and not self._in_progress:
+                self._pool = None
+        if pool is not None and pool.try_acquire():  # Not while another thread replays it.
+            try:
+                self._free_dead()
+            finally:
+                pool.release()
+
+    def _free_dead(self) -> None:
+        while self._dead:
+            self._dead.popleft().recording.reset()
+
+
+def _forget(forward: Any, captured: Any, _: Any) -> None:
+    """A static tensor of a recording is gone: so is the use of the recording."""
+    alive, recorded = forward(), captured()
+    if alive is not None and recorded is not None:
+        alive._drop(recorded)
+
+
+def _current_stream(device: torch.device | None) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+
+
+def _used_on(stream: torch.cuda.Stream | None, outputs: Sequence[Any]) -> None:
+    """Tells the allocator that results of work on the capture stream are used on the caller's."""
+    if stream is not None:
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.is_cuda:
+                output.record_stream(stream)

@@ -1,0 +1,1 @@
+"""Tests of attention backends: values, independence, captured runs; on the GPU where there is one."""

@@ -1,0 +1,67 @@
+"""Backends by name, and what is said where a package or a device is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sgl_piecewise.runtime.attention.choice import (
+    available_attention_backends,
+    build_attention_backend,
+    resolve_attention_backend,
+)
+from sgl_piecewise.runtime.attention.plan import PlanLimits
+from sgl_piecewise.runtime.attention.torch_paged import TorchAttention
+from sgl_piecewise.runtime.errors import ConfigError, MissingExtraError
+
+from .conftest import needs_triton
+from .support import spec
+
+CPU = torch.device("cpu")
+
+
+def test_names_are_resolved_before_anything_is_built() -> None:
+    assert resolve_attention_backend("auto", CPU) == "torch"
+    with pytest.raises(ConfigError, match="did you mean 'flashinfer'"):
+        resolve_attention_backend("flash_infer", CPU)
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_a_missing_package_is_an_error_that_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    assert available_attention_backends() == ("torch",)
+    with pytest.raises(MissingExtraError, match=name):
+        resolve_attention_backend(name, CPU)
+
+
+def test_a_backend_is_built_by_name() -> None:
+    limits = PlanLimits(max_requests=1, max_tokens=1, max_context=1)
+    assert isinstance(build_attention_backend("torch", [spec()], limits=limits), TorchAttention)
+    with pytest.raises(ConfigError, match="needs the model's attention layers"):
+        build_attention_backend("torch", [], limits=limits)
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1"):
+        PlanLimits(max_requests=1, max_tokens=0, max_context=1)
+
+
+ON_THE_CPU = """
+import torch
+from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
+kernels = kernel_set("triton", torch.device("cpu"))
+try:
+    kernels.rms_norm(torch.ones(2, 16), torch.ones(16), 1e-5)
+except ConfigError as err:
+    assert "TRITON_INTERPRET=1" in str(err)
+else:
+    raise AssertionError
+"""
+
+
+@needs_triton
+def test_compiled_kernels_on_the_cpu_are_refused() -> None:
+    environment = {"PYTHONSAFEPATH": "1", "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True, env=environment)

@@ -1,0 +1,1 @@
+"""Drop-in use: a model that was only compiled gets graphs, and behaves as if it had not."""

@@ -1,0 +1,219 @@
+"""What may change from call to call without a shape changing: numbers, objects, modes, weights, threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_piecewise import eager_on_graph
+
+from .support import assert_like_eager, assert_same, drop_in, tensors, total, without_graph
+
+X = tensors((3, 4))[0]
+
+
+@eager_on_graph(fake=lambda x, factor: torch.empty_like(x))
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+class Settings:
+    """An object that a marked call reads."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+@eager_on_graph(fake=lambda x, settings: torch.empty_like(x))
+def scaled_by(x: torch.Tensor, settings: Settings) -> torch.Tensor:
+    return x * settings.factor
+
+
+@eager_on_graph
+def doubled_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+@eager_on_graph
+def sum_and_difference(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return {"sum": x + y, "rest": (x - y, 3)}
+
+
+def test_number_at_a_mark_is_never_stale() -> None:
+    """Compiled code does not look at it, so nothing guards on it; a recording holds it."""
+
+    class Model(nn.Module):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaled(x + 1, self.factor)
+
+    model = Model()
+    compiled = drop_in(model)
+    for number in range(15):
+        model.factor = float(number // 5)
+        assert_same(compiled(X), (X + 1) * model.factor)
+    assert total("num_replays") >= 5
+
+
+def test_object_at_a_mark_may_be_swapped_or_changed() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings(2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaled_by(x + 1, self.settings)
+
+    model = Model()
+    compiled = drop_in(model)
+    for number in range(16):
+        if number % 8 == 4:
+            model.settings = Settings(float(number))
+        model.settings.factor += 1
+        assert_same(compiled(X), (X + 1) * model.settings.factor)
+    assert total("num_replays") >= 5
+
+
+def test_result_of_a_mark_that_is_its_argument() -> None:
+    def fn(x: torch.Tensor) -> Any:
+        own = x + 1
+        return doubled_in_place(x), doubled_in_place(own), own
+
+    assert_like_eager(fn, [(X,), (X + 1,)])
+
+
+def test_nested_results_and_repeated_outputs() -> None:
+    def fn(x: torch.Tensor) -> Any:
+        found = sum_and_difference(x, x.t().contiguous().t() + 1)
+        total_, (rest, factor) = found["sum"], found["rest"]
+        return total_, total_, rest * factor, total_.chunk(2, 1), total_[:, :1].expand(3, 5)
+
+    assert_like_eager(fn, [(X,), (X + 1,)])
+
+
+def test_lists_of_tensors_that_are_written() -> None:
+    def fn(x: torch.Tensor, caches: list[torch.Tensor]) -> Any:
+        for cache in caches:
+            cache.add_(x.sum())
+        return scaled(x, 2.0) + caches[0][0]
+
+    assert_like_eager(fn, [(X, [torch.zeros(2, 4) for _ in range(3)])])
+
+
+def test_inference_tensor_written_by_a_mark_outside_inference_mode() -> None:
+    x = torch.ones(3, 4)
+    assert x.is_inference()
+    compiled = drop_in(lambda x: scaled(x, 2.0) + 1)
+    with torch.inference_mode(False), torch.no_grad():
+        for _ in range(4):
+            assert_same(compiled(x), x * 2 + 1)
+    assert total("num_replays") == 2
+
+
+def test_autocast_around_the_call() -> None:
+    model = nn.Linear(4, 4)
+    compiled = drop_in(model)
+    for number in range(8):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 0):
+            assert_same(compiled(X), model(X))
+    assert total("num_replays") == 4
+
+
+def test_seeds_between_calls() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return scaled(x + torch.rand(3, 4), 2.0) + torch.randn(4)
+
+    compiled = drop_in(fn)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        actual = compiled(X)
+        torch.manual_seed(seed)
+        assert_same(actual, fn(X))
+    assert total("num_replays") == 3
+
+
+def test_tied_weights_and_weights_as_outputs() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(8, 4)
+            self.head = nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.head(self.embedding(ids)), self.head.weight, self.embedding.weight.t()
+
+    assert_like_eager(Model(), [(torch.tensor([1, 2]),), (torch.tensor([3, 0, 2]),)])
+
+
+def test_two_sets_of_weights_in_turns_have_a_recording_each() -> None:
+    model = nn.Linear(4, 4)
+    compiled = drop_in(model)
+    sets = [model.weight.data, torch.randn(4, 4)]
+    for number in range(30):
+        model.weight.data = sets[number // 5 % 2]
+        assert_same(compiled(X), model(X))
+    assert total("num_captures") == 2
+    assert total("num_replays") >= 20
+
+
+def test_state_dict_loaded_in_place_and_by_assignment() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4).state_dict()
+    compiled = drop_in(model)
+    for _ in range(3):
+        compiled(X)
+    model.load_state_dict(other)
+    assert_same(compiled(X), model(X))
+    assert total("num_replays") == 2
+    model.load_state_dict({name: value * 2 for name, value in other.items()}, assign=True)
+    for _ in range(5):
+        assert_same(compiled(X), model(X))
+    assert without_graph()["static_input_changed"] == 2
+
+
+def test_module_converted_to_another_type() -> None:
+    model = nn.Linear(4, 4)
+    compiled = drop_in(model)
+    for x in (X, X.double()):
+        model.to(x.dtype)
+        for _ in range(4):
+            assert_same(compiled(x), model(x))
+    assert total("num_replays") == 4
+
+
+def test_threads_that_make_the_first_calls() -> None:
+    compiled = drop_in(lambda x: scaled(x.sin(), 2.0) + 1)
+    errors: list[Exception] = []
+
+    def work(seed: int) -> None:
+        try:
+            with torch.inference_mode():
+                for number in range(15):
+                    x = torch.full((3, 4), float(seed * 50 + number))
+                    assert_same(compiled(x), x.sin() * 2 + 1)
+        except (AssertionError, RuntimeError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_view_of_graph_memory_outlives_its_model() -> None:
+    model = nn.Linear(4, 4)
+    compiled = drop_in(model, outputs="view")
+    for _ in range(4):
+        output = compiled(X)
+    expected = model(X)
+    del model, compiled
+    torch.compiler.reset()
+    gc.collect()
+    assert_same(output, expected)

@@ -1,0 +1,1 @@
+"""Tests of the fused kernels: every set against plain torch, alone and inside graphs."""
