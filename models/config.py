@@ -1,29 +1,96 @@
 """What a decoder model is made of: sizes, RoPE, and which of the families' variations it has.
 
-Holds `DecoderConfig` and its readers for Hugging Face's ``config.json`` and GGUF metadata. The
-variations are plain booleans, so nothing outside this file asks which family a model is of.
+Holds `DecoderConfig`; readers for the two kinds of checkpoint are in `models/weights/`. The
+variations are plain values, so nothing outside the readers asks which family a model is of.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import enum
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_piecewise.runtime.errors import CheckpointError, ConfigError, nearest
+from sgl_piecewise.runtime.errors import ConfigError
 
-from .rope import (
-    FrequencyDivisors,
-    LinearScaling,
-    RopeConfig,
-    RopeScaling,
-    YarnScaling,
-    rope_config_from_hf,
-)
+from .rope import RopeConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Families that can be loaded; SmolLM2 is a ``llama`` by its own config."""
+
+class Activation(enum.Enum):
+    """What the gate of a feed-forward goes through."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+def _check_counts(config: Any) -> None:
+    """Raises unless every whole-number field of a dataclass is one and at least 1."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{field.name} must be a positive whole number, got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """Layers that see a sliding window, among layers that see everything.
+
+    Attributes:
+        size: Tokens that a token sees, itself included.
+        pattern: Whether a layer has the window, from the first layer on; repeated as often as needed.
+        rope: Rotary embedding of the layers that have it.
+
+    Raises:
+        ConfigError: No pattern, or a size under one.
+    """
+
+    size: int
+    pattern: tuple[bool, ...]
+    rope: RopeConfig
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        if not self.pattern:
+            raise ConfigError("The pattern of sliding-window layers is empty; name each layer's kind.")
+
+    def has_window(self, layer_index: int) -> bool:
+        """Tells whether a layer has the window."""
+        return self.pattern[layer_index % len(self.pattern)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture of experts in the place of a feed-forward.
+
+    Attributes:
+        num_experts: Experts of a layer (`X`).
+        num_experts_per_token: How many of them compute each token.
+        intermediate_size: Width inside one expert.
+        is_normalised: The chosen experts' weights are divided by their sum.
+        sparse_step: Every so many layers one has experts: those whose number, from 1, it divides.
+        dense_layers: Indices of layers that have none all the same.
+
+    Raises:
+        ConfigError: The sizes contradict each other.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    is_normalised: bool = True
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        if self.num_experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_token ({self.num_experts_per_token}) is over num_experts ({self.num_experts})."
+            )
+
+    def has_experts(self, layer_index: int) -> bool:
+        """Tells whether a layer has experts."""
+        return layer_index not in self.dense_layers and (layer_index + 1) % self.sparse_step == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +98,7 @@ class DecoderConfig:
     """One decoder model's constants.
 
     Attributes:
-        architecture: One of ``ARCHITECTURES``; for reports and errors.
+        architecture: One of ``ARCHITECTURES`` of the checkpoint readers; for reports and errors.
         vocab_size: Tokens the model can name (`V`).
         hidden_size: Width of the residual stream (`E`).
         intermediate_size: Width inside the feed-forward (`M`).
@@ -41,11 +108,20 @@ class DecoderConfig:
         head_dim: Head size (`D`), even; not always ``hidden_size / num_heads``.
         rms_norm_eps: Added to the mean square in every norm.
         max_positions: Longest sequence that the model was made for.
-        rope: Rotary embedding.
+        rope: Rotary embedding; with ``window``, of the layers that see everything.
         has_tied_embeddings: The output layer is the embedding table.
         has_qkv_bias: Queries, keys and values have a bias (Qwen2).
         has_output_bias: The attention's output projection has one.
-        has_qk_norm: Queries and keys are normed per head (Qwen3).
+        has_qk_norm: Queries and keys are normed per head (Qwen3, Gemma 3).
+        has_unit_offset_norms: Hugging Face checkpoints hold norm weights less one (Gemma 3); ours are whole.
+        has_output_norms: What attention and feed-forward add is normed too (Gemma 3).
+        activation: Of the feed-forward's gate.
+        embedding_scale: Factor on the embedding of every token.
+        attention_scale: Factor on attention scores; None for ``head_dim ** -0.5``.
+        attention_logit_cap: Soft cap on attention scores; None for none.
+        final_logit_cap: Soft cap on the model's logits; None for none.
+        window: Which layers see a sliding window; None where all see everything.
+        experts: Mixture of experts; None where every layer has one feed-forward.
 
     Raises:
         ConfigError: The sizes contradict each other.
@@ -66,12 +142,18 @@ class DecoderConfig:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_qk_norm: bool = False
+    has_unit_offset_norms: bool = False
+    has_output_norms: bool = False
+    activation: Activation = Activation.SILU
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_logit_cap: float | None = None
+    final_logit_cap: float | None = None
+    window: WindowConfig | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{field.name} must be a positive whole number, got {value!r}.")
+        _check_counts(self)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}): "
@@ -79,6 +161,20 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even to be rotated in pairs, got {self.head_dim}.")
+        for name in ("attention_scale", "attention_logit_cap", "final_logit_cap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be over 0, got {value!r}.")
+
+    def window_of(self, layer_index: int) -> int | None:
+        """Returns how many tokens a layer's tokens see, themselves included; None for all before."""
+        if self.window is None or not self.window.has_window(layer_index):
+            return None
+        return self.window.size
+
+    def has_experts(self, layer_index: int) -> bool:
+        """Tells whether a layer is a mixture of experts."""
+        return self.experts is not None and self.experts.has_experts(layer_index)
 
     def with_num_layers(self, num_layers: int) -> DecoderConfig:
         """Returns the same model with another depth."""
@@ -95,198 +191,3 @@ class DecoderConfig:
                 f"A sequence of {num_tokens} tokens is longer than the {self.max_positions} positions "
                 "that this model was made for. Use a shorter text or smaller capture sizes."
             )
-
-
-_NUMBERS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-
-
-def config_from_hf(settings: Mapping[str, Any], *, origin: str) -> DecoderConfig:
-    """Reads a Hugging Face ``config.json``.
-
-    Args:
-        settings: Its content.
-        origin: Its path, for errors.
-
-    Raises:
-        CheckpointError: The architecture is unknown, or a setting is missing or not supported.
-        ConfigError: The RoPE scaling is unknown, or sizes contradict each other.
-    """
-    architecture = _known_architecture(settings.get("model_type"), origin)
-    _refuse_unsupported(settings, origin)
-    _check_numbers(settings, origin)
-    num_heads = _required(settings, "num_attention_heads", origin)
-    hidden_size = _required(settings, "hidden_size", origin)
-    # The defaults below are those of transformers' own config classes, which leave them unsaid.
-    default_head_dim = 128 if architecture == "qwen3" else hidden_size // num_heads
-    max_positions = settings.get("max_position_embeddings", 2048 if architecture == "llama" else 32768)
-    has_bias = bool(settings.get("attention_bias", False))
-    rope = rope_config_from_hf(settings, max_positions=max_positions, origin=origin)
-    return DecoderConfig(
-        architecture=architecture,
-        vocab_size=_required(settings, "vocab_size", origin),
-        hidden_size=hidden_size,
-        intermediate_size=_required(settings, "intermediate_size", origin),
-        num_layers=_required(settings, "num_hidden_layers", origin),
-        num_heads=num_heads,
-        num_kv_heads=settings.get("num_key_value_heads") or num_heads,
-        head_dim=settings.get("head_dim") or default_head_dim,
-        rms_norm_eps=settings.get("rms_norm_eps", 1e-6),
-        max_positions=max(max_positions, _stretched_positions(rope.scaling)),
-        rope=rope,
-        has_tied_embeddings=bool(settings.get("tie_word_embeddings", False)),
-        has_qkv_bias=architecture == "qwen2" or has_bias,
-        has_output_bias=architecture != "qwen2" and has_bias,
-        has_qk_norm=architecture == "qwen3",
-    )
-
-
-def config_from_gguf(
-    metadata: Mapping[str, Any],
-    tensor_shapes: Mapping[str, tuple[int, ...]],
-    *,
-    rope_divisors: tuple[float, ...] | None = None,
-    origin: str,
-) -> DecoderConfig:
-    """Reads the metadata of a GGUF file.
-
-    Args:
-        metadata: Key to value, as in the file.
-        tensor_shapes: GGUF tensor name to shape, rows first; biases and tied embeddings show there.
-        rope_divisors: Content of ``rope_freqs.weight`` where the file has it.
-        origin: The file's path, for errors.
-
-    Raises:
-        CheckpointError: The architecture is unknown, or a setting is missing or not supported.
-        ConfigError: The RoPE scaling is unknown, or sizes contradict each other.
-    """
-    architecture = _known_architecture(metadata.get("general.architecture"), origin)
-    own = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items()}
-    num_heads = _required(own, "attention.head_count", origin)
-    hidden_size = _required(own, "embedding_length", origin)
-    head_dim = own.get("attention.key_length") or hidden_size // num_heads
-    for key, expected in (
-        ("rope.dimension_count", head_dim),
-        ("attention.value_length", head_dim),
-        ("expert_count", 0),
-        ("attention.sliding_window", 0),
-    ):
-        if own.get(key, expected) != expected:
-            raise CheckpointError(
-                f"{origin}: {architecture}.{key} is {own[key]}; only {expected} is supported for this model."
-            )
-    if "token_embd.weight" not in tensor_shapes:
-        raise CheckpointError(f"{origin}: holds no token_embd.weight, so it is not a whole language model.")
-    return DecoderConfig(
-        architecture=architecture,
-        vocab_size=tensor_shapes["token_embd.weight"][0],
-        hidden_size=hidden_size,
-        intermediate_size=_required(own, "feed_forward_length", origin),
-        num_layers=_required(own, "block_count", origin),
-        num_heads=num_heads,
-        num_kv_heads=own.get("attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        rms_norm_eps=_required(own, "attention.layer_norm_rms_epsilon", origin),
-        max_positions=_required(own, "context_length", origin),
-        rope=RopeConfig(
-            theta=own.get("rope.freq_base", 10000.0),
-            scaling=_gguf_scaling(own, rope_divisors, origin),
-        ),
-        has_tied_embeddings="output.weight" not in tensor_shapes,
-        has_qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensor_shapes,
-        has_output_bias="blk.0.attn_output.bias" in tensor_shapes,
-        has_qk_norm=architecture == "qwen3",
-    )
-
-
-def _known_architecture(word: Any, origin: str) -> str:
-    if word in ARCHITECTURES:
-        return str(word)
-    if word is None:
-        raise CheckpointError(f"{origin}: names no architecture. Known: {', '.join(ARCHITECTURES)}.")
-    raise CheckpointError(
-        f"{origin}: architecture {word!r} is not supported. {nearest(str(word), ARCHITECTURES)}"
-    )
-
-
-def _required(settings: Mapping[str, Any], key: str, origin: str) -> Any:
-    value = settings.get(key)
-    if value is None:
-        raise CheckpointError(
-            f"{origin}: the setting {key!r} is missing, and the model cannot be built without it."
-        )
-    return value
-
-
-def _check_numbers(settings: Mapping[str, Any], origin: str) -> None:
-    """Raises if a setting that is calculated with is no number; null means that it is not set."""
-    nested = [
-        settings[key] for key in ("rope_scaling", "rope_parameters") if isinstance(settings.get(key), dict)
-    ]
-    for holder in (settings, *nested):
-        for key in _NUMBERS:
-            value = holder.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise CheckpointError(f"{origin}: the setting {key!r} must be a number, got {value!r}.")
-
-
-def _refuse_unsupported(settings: Mapping[str, Any], origin: str) -> None:
-    """Raises for settings of ``config.json`` that would change values and that we do not compute."""
-    layer_types = set(settings.get("layer_types") or ["full_attention"])
-    refusals = {
-        "hidden_act": settings.get("hidden_act", "silu") != "silu",
-        "mlp_bias": bool(settings.get("mlp_bias")),
-        "quantization_config": settings.get("quantization_config") is not None,
-        "use_sliding_window": bool(settings.get("use_sliding_window")),
-        "layer_types": layer_types != {"full_attention"},
-    }
-    for key, is_refused in refusals.items():
-        if is_refused:
-            raise CheckpointError(
-                f"{origin}: {key} = {settings[key]!r} is not supported: models here use SiLU without bias, "
-                "full attention in every layer and unquantised weights."
-            )
-
-
-def _stretched_positions(scaling: RopeScaling) -> int:
-    """Returns the context length that YaRN reaches, which ``max_position_embeddings`` need not say."""
-    if isinstance(scaling, YarnScaling):
-        return int(scaling.factor * scaling.original_max_positions)
-    return 0
-
-
-def _gguf_scaling(own: Mapping[str, Any], divisors: tuple[float, ...] | None, origin: str) -> RopeScaling:
-    kind = own.get("rope.scaling.type", "none")
-    if divisors is not None:
-        return FrequencyDivisors(divisors=divisors)
-    if kind == "none":
-        return RopeConfig().scaling
-    if kind == "linear":
-        return LinearScaling(factor=_required(own, "rope.scaling.factor", origin))
-    if kind == "yarn":
-        return YarnScaling(
-            factor=_required(own, "rope.scaling.factor", origin),
-            original_max_positions=_required(own, "rope.scaling.original_context_length", origin),
-        )
-    raise ConfigError(
-        f"{origin}: RoPE scaling {kind!r} is not supported. {nearest(str(kind), ('none', 'linear', 'yarn'))}"
-    )

@@ -1,187 +1,45 @@
 """The decoder model: embedding, equal layers, final norm, output layer.
 
-Plain PyTorch for one flat batch of tokens. It covers Llama, Qwen2, Qwen3 and SmolLM2; what differs
-between them is decided when a module is built, so every forward is one straight line. Whoever runs
-the model opens a forward context, which says what attention is.
+Plain PyTorch for one flat batch of tokens. Whoever runs the model opens a forward context, which
+says what attention is: without a KV cache, or over KV pools. Parts of a forward can be run apart,
+layer by layer, and logits are computed for the rows that are asked for.
 
-Shapes: `T` tokens, `H` query heads, `K` KV heads, `D` head size, `E` hidden, `M` feed-forward,
-`V` vocabulary.
+Shapes: `T` tokens, `D` head size, `E` hidden, `V` vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
-from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
+from sgl_piecewise.runtime.attention.base import AttentionSpec
+from sgl_piecewise.runtime.context import local_real_tokens
 from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
+from .layers import Attention, Building, DecoderLayer, OutputNormedLayer, RMSNorm, linear
 from .rope import RotaryEmbedding
 
 
-def _linear(
-    in_features: int, out_features: int, *, bias: bool, device: torch.device, dtype: torch.dtype
-) -> nn.Linear:
-    """Returns a linear layer whose parameters are not initialised."""
-    layer = skip_init(nn.Linear, in_features, out_features, bias=bias, device=device, dtype=dtype)
-    assert isinstance(layer, nn.Linear)
-    return layer
+class LayerState(NamedTuple):
+    """What stands between two layers; made by `Decoder.begin_layers`, consumed by `Decoder.run_layers`.
 
-
-class AddRMSNorm(nn.Module):
-    """Adds to the residual stream and norms it: divides by its root mean square, and scales.
-
-    Args:
-        size: Last dimension.
-        eps: Added to the mean square.
-        kernels: What computes it.
-        device: Where the weight lives.
-        dtype: Of the weight.
+    Attributes:
+        delta: What is still to be added to the residual stream (dtype[T, E]).
+        residual: The residual stream without it (dtype[T, E]).
+        angles: Cosine and sine of every token (dtype[T, 1, D] each), one pair for each kind of layer.
+        num_real_tokens: Rows that are real (int32[]); None in a model without experts.
     """
 
-    def __init__(
-        self, size: int, eps: float, *, kernels: KernelSet, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        self.eps = eps
-        self.kernels = kernels
-
-    def forward(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the normed sum and the sum (dtype[T, E] each); consumes both arguments."""
-        return self.kernels.add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
-
-
-class HeadNorm(nn.Module):
-    """Holds the weight of a norm per head, which one kernel applies together with RoPE."""
-
-    def __init__(self, head_dim: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
-
-
-class Attention(nn.Module):
-    """Grouped-query attention of one layer: projections here, the rest behind the mark."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer_index: int,
-        *,
-        kernels: KernelSet,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.kernels = kernels
-        self.head_dim = config.head_dim
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self.spec = AttentionSpec(
-            layer_index=layer_index,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-        )
-        self.qkv_proj = _linear(
-            config.hidden_size,
-            sum(self.heads) * config.head_dim,
-            bias=config.has_qkv_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.o_proj = _linear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.has_output_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.eps = config.rms_norm_eps
-        self.q_norm = self._head_norm(config, device, dtype)
-        self.k_norm = self._head_norm(config, device, dtype)
-
-    @staticmethod
-    def _head_norm(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> HeadNorm | None:
-        return HeadNorm(config.head_dim, device=device, dtype=dtype) if config.has_qk_norm else None
-
-    def forward(self, x_TE: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-        """Returns what attention adds to the residual stream (dtype[T, E]), fresh."""
-        qkv = self.qkv_proj(x_TE).unflatten(-1, (-1, self.head_dim))
-        q_THD, k_TKD, v_TKD = qkv.split(self.heads, dim=1)
-        q_THD, k_TKD = self.kernels.norm_rotate(
-            q_THD,
-            k_TKD,
-            cos_T1D,
-            sin_T1D,
-            q_weight_D=None if self.q_norm is None else self.q_norm.weight,
-            k_weight_D=None if self.k_norm is None else self.k_norm.weight,
-            eps=self.eps,
-        )
-        o_THD = attend(q_THD, k_TKD, v_TKD, self.spec)
-        return self.o_proj(o_THD.flatten(1))
-
-
-class MLP(nn.Module):
-    """Gated feed-forward with SiLU."""
-
-    def __init__(
-        self, config: DecoderConfig, *, kernels: KernelSet, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.kernels = kernels
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = _linear(hidden, 2 * inner, bias=False, device=device, dtype=dtype)
-        self.down_proj = _linear(inner, hidden, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """Returns what the feed-forward adds to the residual stream (dtype[T, E]), fresh."""
-        return self.down_proj(self.kernels.silu_mul(self.gate_up_proj(x_TE)))
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm that first adds to the residual stream."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        layer_index: int,
-        *,
-        kernels: KernelSet,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = AddRMSNorm(size, eps, kernels=kernels, device=device, dtype=dtype)
-        self.self_attn = Attention(config, layer_index, kernels=kernels, device=device, dtype=dtype)
-        self.post_attention_layernorm = AddRMSNorm(size, eps, kernels=kernels, device=device, dtype=dtype)
-        self.mlp = MLP(config, kernels=kernels, device=device, dtype=dtype)
-
-    def forward(
-        self,
-        x_TE: torch.Tensor,
-        residual_TE: torch.Tensor,
-        cos_T1D: torch.Tensor,
-        sin_T1D: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the layer.
-
-        Args:
-            x_TE: What the layer before adds to the residual stream (dtype[T, E]); consumed.
-            residual_TE: The stream before that (dtype[T, E]); consumed.
-            cos_T1D: From `RotaryEmbedding` (dtype[T, 1, D]).
-            sin_T1D: From `RotaryEmbedding` (dtype[T, 1, D]).
-
-        Returns:
-            What this layer's feed-forward adds, and the stream before that (dtype[T, E] each).
-        """
-        x_TE, residual_TE = self.input_layernorm(x_TE, residual_TE)
-        x_TE = self.self_attn(x_TE, cos_T1D, sin_T1D)
-        x_TE, residual_TE = self.post_attention_layernorm(x_TE, residual_TE)
-        return self.mlp(x_TE), residual_TE
+    delta: torch.Tensor
+    residual: torch.Tensor
+    angles: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    num_real_tokens: torch.Tensor | None
 
 
 class Decoder(nn.Module):
@@ -194,7 +52,7 @@ class Decoder(nn.Module):
         config: Sizes and variations.
         device: Where parameters live.
         dtype: Of parameters and activations.
-        kernels: What computes norms, RoPE and the activation; see ``kernel_set``.
+        kernels: Fused kernels; plain torch suits every device, and a compiler that fuses by itself.
     """
 
     def __init__(
@@ -207,26 +65,67 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device)
+        building = Building(device=device, dtype=dtype, kernels=kernels)
         self.config = config
         embedding = skip_init(nn.Embedding, config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         assert isinstance(embedding, nn.Embedding)
         self.embed_tokens = embedding
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+        self.rotaries = [self.rotary]
+        if config.window is not None:
+            self.window_rotary = RotaryEmbedding(config.window.rope, config.head_dim, device)
+            self.rotaries.append(self.window_rotary)
+        self._angles_of_layer = [
+            0 if config.window_of(index) is None else 1 for index in range(config.num_layers)
+        ]
+        # Rounded as the published models were trained with it.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        layer_class = OutputNormedLayer if config.has_output_norms else DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, kernels=kernels, device=device, dtype=dtype)
-            for index in range(config.num_layers)
+            layer_class(config, index, building) for index in range(config.num_layers)
         )
-        self.norm = AddRMSNorm(
-            config.hidden_size, config.rms_norm_eps, kernels=kernels, device=device, dtype=dtype
-        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, building)
         if config.has_tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
             self.lm_head.weight = self.embed_tokens.weight
         else:
-            self.lm_head = _linear(
-                config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
-            )
+            self.lm_head = linear(config.hidden_size, config.vocab_size, bias=False, building=building)
         self.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters live."""
+        return self.norm.weight.device
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.norm.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model was made for."""
+        return self.config.max_positions
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_layers
+
+    @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """The constants of every attention layer, in order, with its window where it has one."""
+        return tuple(part.spec for part in self.modules() if isinstance(part, Attention))
+
+    def static_tensors(self) -> Mapping[str, Callable[[], torch.Tensor]]:
+        """Returns what graphs read in place, by name: each entry gives the tensor that is in use."""
+        names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        return {name: partial(_tensor_named, self, name) for name in names}
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Runs the model on one flat batch of tokens, inside a forward context.
@@ -246,13 +145,48 @@ class Decoder(nn.Module):
         Returns:
             ``hidden_TE`` after the final norm (dtype[T, E]), fresh.
         """
+        state = self.begin_layers(input_ids_T, positions_T)
+        return self.end_layers(self.run_layers(state, range(self.config.num_layers)))
+
+    def begin_layers(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> LayerState:
+        """Runs what comes before the layers; arguments as in `forward`.
+
+        Returns:
+            The state that the first layer takes, fresh.
+        """
         x_TE = self.embed_tokens(input_ids_T)
-        cos_T1D, sin_T1D = self.rotary(positions_T, x_TE.dtype)
-        residual_TE = torch.zeros_like(x_TE)  # so that the first layer is like the others
-        for layer in self.layers:
-            x_TE, residual_TE = layer(x_TE, residual_TE, cos_T1D, sin_T1D)
-        hidden_TE, _ = self.norm(x_TE, residual_TE)
-        return hidden_TE
+        if self._embedding_scale != 1.0:
+            x_TE = x_TE * self._embedding_scale
+        angles = tuple(rotary(positions_T, x_TE.dtype) for rotary in self.rotaries)
+        num_real_tokens = None if self.config.experts is None else local_real_tokens(x_TE)
+        # The first layer adds nothing, so that every layer is the same.
+        return LayerState(torch.zeros_like(x_TE), x_TE, angles, num_real_tokens)
+
+    def run_layers(self, state: LayerState, layers: range) -> LayerState:
+        """Runs some layers on the state that the layer before them left.
+
+        Args:
+            state: Consumed.
+            layers: Their indices.
+
+        Returns:
+            The state that the next layer takes, or `end_layers`.
+        """
+        delta_TE, residual_TE, angles, num_real_tokens = state
+        for index in layers:
+            cos_T1D, sin_T1D = angles[self._angles_of_layer[index]]
+            delta_TE, residual_TE = self.layers[index](
+                delta_TE, residual_TE, cos_T1D, sin_T1D, num_real_tokens
+            )
+        return LayerState(delta_TE, residual_TE, angles, num_real_tokens)
+
+    def end_layers(self, state: LayerState) -> torch.Tensor:
+        """Norms the state that the last layer left, and consumes it.
+
+        Returns:
+            ``hidden_TE`` (dtype[T, E]), fresh.
+        """
+        return self.norm.add(state.delta, state.residual)[0]
 
     def compute_logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Applies the output layer to all rows, or to those that the caller picked.
@@ -263,4 +197,13 @@ class Decoder(nn.Module):
         Returns:
             ``logits_TV`` (dtype[T, V]), fresh.
         """
-        return self.lm_head(hidden_TE)
+        logits_TV = self.lm_head(hidden_TE)
+        cap = self.config.final_logit_cap
+        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+
+
+def _tensor_named(model: nn.Module, name: str) -> torch.Tensor:
+    parent, _, own_name = name.rpartition(".")
+    tensor = getattr(model.get_submodule(parent), own_name)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

@@ -1,7 +1,7 @@
 """One name to one ready model: what the command and the scripts call.
 
-A name is the default model's, that of a shape (random weights), the path of a Hugging Face folder,
-or that of a GGUF file, looked up in this order.
+A name is that of a packaged model (the default one), that of a shape (random weights), the path of
+a Hugging Face folder, or that of a GGUF file, looked up in this order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
 from .decoder import Decoder
-from .default_model import DEFAULT_MODEL, default_gguf_path
+from .gguf_tokenizer import tokenizer_from_gguf
+from .packaged_gguf import packaged_gguf_path
+from .packaged_models import DEFAULT_MODEL, PACKAGED_MODELS, default_gguf_path
 from .shapes import SHAPES, named_shape
-from .tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
+from .tokenizer import Tokenizer, tokenizer_from_huggingface
 from .weights.gguf import load_gguf, open_gguf
 from .weights.huggingface import load_huggingface
 from .weights.random import random_decoder
@@ -57,14 +59,14 @@ def load_model(
     """Loads, or makes, a model.
 
     Args:
-        name_or_path: The default model's name, a shape's name, a folder or a ``.gguf`` file. A folder
+        name_or_path: The name of a packaged model or of a shape, a folder or a ``.gguf`` file. A folder
             that is named like a shape is reached as ``./name``.
         device: Where it is made.
         dtype: Of its parameters and activations.
         seed: Of random weights.
         num_layers: Another depth, for random weights only.
-        download: Whether the default model may be downloaded where it is not in the cache.
-        kernels: As for `Decoder`.
+        download: Whether a packaged model may be downloaded where it is not in the cache.
+        kernels: Fused kernels that the model is built with, from ``runtime.kernels.kernel_set``.
 
     Raises:
         CheckpointError: What the path leads to is missing, damaged, or does not fit.
@@ -86,20 +88,20 @@ def load_model(
             f"num_layers={num_layers} is for random weights; {name} is a checkpoint with its own depth. "
             f"Named shapes: {', '.join(sorted(SHAPES))}."
         )
-    path = default_gguf_path(download) if name == DEFAULT_MODEL else Path(name)
+    packaged = PACKAGED_MODELS.get(name)
+    path = Path(name) if packaged is None else packaged_gguf_path(packaged, download=download)
     if name and path.is_dir():  # An empty name would be the current folder.
         model = load_huggingface(path, device=device, dtype=dtype, kernels=kernels)
         return _loaded(model, tokenizer_from_huggingface(path), path.resolve().name)
     if path.is_file() or path.suffix == ".gguf":
         file = open_gguf(path)
         tokenizer = tokenizer_from_gguf(file.metadata, origin=str(path))
-        model = load_gguf(file, device=device, dtype=dtype, kernels=kernels)
-        return _loaded(model, tokenizer, path.name)
+        return _loaded(load_gguf(file, device=device, dtype=dtype, kernels=kernels), tokenizer, path.name)
     if len(path.parts) > 1:
         raise CheckpointError(f"There is no file or folder {path}. Check the path, or give a model's name.")
     raise ConfigError(
         f"{name!r} is neither a file or folder here nor a model's name. "
-        + nearest(name, [DEFAULT_MODEL, *SHAPES])
+        + nearest(name, [*PACKAGED_MODELS, *SHAPES])
     )
 
 

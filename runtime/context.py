@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .batch.real_tokens import RealTokens
 from .errors import ConfigError
 
 
@@ -31,9 +32,11 @@ class ForwardContext:
 
     Attributes:
         attention: What computes attention in this forward.
+        real_tokens: How many rows are real; None where all are.
     """
 
     attention: AttentionRunner
+    real_tokens: RealTokens | None = None
 
 
 _CONTEXT: ContextVar[ForwardContext | None] = ContextVar("sgl_piecewise_forward_context", default=None)
@@ -62,3 +65,37 @@ def use_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
         yield context
     finally:
         _CONTEXT.reset(token)
+
+
+def local_real_tokens(x_TE: torch.Tensor) -> torch.Tensor:
+    """Returns how many of a forward's rows are real on this rank, derived anew in every forward.
+
+    To a compiler it is one operator: what the context holds is read when the forward runs, and is
+    no guard.
+
+    Args:
+        x_TE: Rows of the forward; real ones come first.
+
+    Returns:
+        LOCAL (int32[], on the device of the rows), fresh.
+    """
+    if torch.compiler.is_compiling():
+        return _local_real_tokens_operator(x_TE)
+    return _local_real_tokens(x_TE)
+
+
+def _local_real_tokens(x_TE: torch.Tensor) -> torch.Tensor:
+    real_tokens = forward_context().real_tokens
+    if real_tokens is None:
+        return torch.full((), x_TE.shape[0], dtype=torch.int32, device=x_TE.device)
+    return real_tokens.local(x_TE.shape[0])
+
+
+@torch.library.custom_op("sgl_piecewise::local_real_tokens", mutates_args=())
+def _local_real_tokens_operator(x: torch.Tensor) -> torch.Tensor:
+    return _local_real_tokens(x)
+
+
+@_local_real_tokens_operator.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int32, device=x.device)

@@ -71,6 +71,10 @@ class PoolError(SglPiecewiseError, RuntimeError):
     """KV slots were used in a way that would lose or mix requests' tokens."""
 
 
+class SamplingError(SglPiecewiseError, RuntimeError):
+    """No token can be chosen for a request: its logits hold NaN."""
+
+
 class CheckpointError(SglPiecewiseError, ValueError):
     """A checkpoint is missing, damaged, or does not fit the model."""
 

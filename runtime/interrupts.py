@@ -26,9 +26,13 @@ class HeldInterrupts:
 
     Does nothing outside the main thread, where Python raises no interrupts, and where the program
     handles or ignores SIGINT in a way that is not Python's.
+
+    Args:
+        is_everywhere: Hold it back wherever it arrives: for a short stretch that must be whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_everywhere: bool = False) -> None:
+        self._is_everywhere = is_everywhere
         self._previous: Callable[[int, FrameType | None], Any] | None = None
         self._pending: int | None = None
 
@@ -57,7 +61,7 @@ class HeldInterrupts:
             self._previous(pending, None)  # No frame: another holder further out lets it through.
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._previous is None or _is_bookkeeping(frame):
+        if self._previous is None or self._is_everywhere or _is_bookkeeping(frame):
             self._pending = number
         else:
             self._previous(number, frame)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sgl_piecewise.models.loading import DEFAULT_MODEL
 
-from . import cli_profile
+from . import cli_generate, cli_profile
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
@@ -155,6 +155,7 @@ def compare(
         raise typer.Exit(EXIT_WRONG)
 
 
+app.command()(cli_generate.generate)
 app.command()(cli_profile.profile)
 app.command()(cli_profile.cache)
 

@@ -25,16 +25,28 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+"""GGUF's name of a family where it is not that of transformers."""
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names: Mapping[str, str] = NAMES) -> str:
     """Returns a transformers tensor's name in GGUF."""
+    if ".experts." in name:  # transformers' modules have no ``.weight`` there
+        name += ".weight"
     layer, kind = name.rsplit(".", 1)
     if not layer.startswith("model.layers."):
-        return f"{NAMES[layer]}.{kind}"
+        return f"{names[layer]}.{kind}"
     index, part = layer.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{index}.{NAMES[part]}.{kind}"
+    return f"blk.{index}.{names[part]}.{kind}"
 
 
 def interleaved_order(num_rows: int, num_heads: int) -> np.ndarray:
@@ -55,12 +67,22 @@ def metadata_of(config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": config.rope_parameters["rope_theta"],
     }
+    rope = config.rope_parameters
+    own["rope.freq_base"] = rope.get("full_attention", rope)["rope_theta"]
+    if config.model_type == "gemma3_text":
+        own["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "qwen3_moe":
+        own |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None:
         own |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    return {f"{config.model_type}.{key}": value for key, value in own.items()}
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    return {f"{architecture}.{key}": value for key, value in own.items()}
 
 
 def write_gguf(
@@ -107,10 +129,22 @@ def stored_tensors(
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        own_name, values = gguf_name(name), tensor.to(torch.float32).numpy()
+        is_gemma = config.model_type == "gemma3_text"
+        own_name = gguf_name(name, GEMMA_NAMES if is_gemma else NAMES)
+        values = tensor.to(torch.float32).numpy()
+        if is_gemma and name.endswith("norm.weight"):
+            values = values + 1.0  # llama.cpp stores what the norm scales by
         for part, num_heads in heads.items():
             if config.model_type == "llama" and f".{part}" in own_name:
                 values = values[interleaved_order(values.shape[0], num_heads)]
-        kind = choose(own_name, values)
-        stored[own_name] = (gguf.quantize(np.ascontiguousarray(values), kind), kind)
+        parts = {own_name: values}
+        if "ffn_gate_up_exps" in own_name:
+            halves = np.split(values, 2, axis=1)
+            parts = {
+                own_name.replace("gate_up", part): half
+                for part, half in zip(("gate", "up"), halves, strict=True)
+            }
+        for part_name, part_values in parts.items():
+            kind = choose(part_name, part_values)
+            stored[part_name] = (gguf.quantize(np.ascontiguousarray(part_values), kind), kind)
     return stored

@@ -24,6 +24,30 @@ TINY_SETTINGS: dict[str, Any] = {
 }
 
 
+_CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+TINY_EXPERTS: dict[str, Any] = {
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+TINY_GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,  # not head_dim, so that a lost one shows
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "tie_word_embeddings": True,
+}
+
+
 def logits_of(model: Decoder, token_ids: list[int] | torch.Tensor) -> torch.Tensor:
     """Runs one sequence through our model (float32[T, V])."""
     input_ids = torch.as_tensor(token_ids)
@@ -38,13 +62,14 @@ def reference_model(model_type: str, **settings: Any) -> Any:
     """
     import transformers
 
-    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    config = getattr(transformers, f"{classes[model_type]}Config")(**TINY_SETTINGS | settings)
+    config_class, model_class = _CLASSES[model_type]
+    config = getattr(transformers, config_class)(**TINY_SETTINGS | settings)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{classes[model_type]}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_class)(config).eval()
+    norm_mean = 0.0 if model_type == "gemma3_text" else 1.0  # Gemma's norms scale by 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            parameter.normal_(norm_mean if "norm" in name else 0.0, 0.1)
     return model
 
 

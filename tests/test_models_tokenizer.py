@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from sgl_piecewise.models.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_huggingface
+from sgl_piecewise.models.gguf_tokenizer import tokenizer_from_gguf
+from sgl_piecewise.models.tokenizer import Tokenizer, tokenizer_from_huggingface
 from sgl_piecewise.runtime.errors import CheckpointError
 
 CONTROL, USER_DEFINED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<think>"]
@@ -144,7 +146,7 @@ def test_a_text_begins_as_the_model_was_trained_to_begin(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "tokenizer model 'llama' is not supported, only byte-level BPE"),
+        ({"model": "bert"}, "tokenizer model 'bert' is not supported, only byte-level BPE"),
         ({"pre": "qwen3"}, r"pre-tokenizer 'qwen3' is not supported\. did you mean 'qwen2'\?"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not supported.*Hugging Face folder"),
         ({"pre": None}, "pre-tokenizer None is not supported"),
@@ -192,3 +194,80 @@ def test_a_damaged_tokenizer_file_is_named(content: str, tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         tokenizer_from_huggingface(tmp_path)
+
+
+SPACE = "\u2581"
+PIECES = ["e", "h", "t", "l", "o", SPACE, "he", "th", "the", f"{SPACE}the", "ll", "hell", "o" + SPACE, "lo"]
+
+
+def scored_metadata(**changes: Any) -> dict[str, Any]:
+    """Returns what a GGUF file holds of a SentencePiece vocabulary: bytes, pieces, scores of merges."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>", "  ", "\n\n"]
+    raw = [f"<0x{value:02X}>" for value in range(256)]
+    own = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [*special, *raw, *PIECES],
+        "token_type": [3] * 5 + [4] * 2 + [6] * 256 + [1] * len(PIECES),
+        # "th" goes before "he", which goes before all longer ones.
+        "scores": [-1000.0] * 7
+        + [0.0] * 256
+        + [-1000.0] * 6
+        + [-2.0, -1.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "eot_token_id": 4,
+        "unknown_token_id": 3,
+        "add_space_prefix": False,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in own.items() if value is not None}
+
+
+def merged_by_score(text: str) -> list[str]:
+    """SentencePiece's algorithm as it is told: the best pair of neighbours first, the leftmost of equals."""
+    scores = dict(zip(PIECES, scored_metadata()["tokenizer.ggml.scores"][7 + 256 :], strict=True))
+    pieces = list(text.replace(" ", SPACE))
+    while True:
+        pairs = [
+            (-scores[left + right], index)
+            for index, (left, right) in enumerate(itertools.pairwise(pieces))
+            if left + right in scores
+        ]
+        if not pairs:
+            return pieces
+        _, index = min(pairs)
+        pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
+
+
+@pytest.mark.parametrize(
+    "text", ["the", "hello the", "hhe", "tthe the", "helloo llll", " ohellothe hello", "lolo o"]
+)
+def test_a_scored_vocabulary_merges_the_best_pair_first(text: str) -> None:
+    tokenizer = rebuilt(scored_metadata())
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id
+    assert [tokenizer.backend.id_to_token(index) for index in ids[1:]] == merged_by_score(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_scored_vocabulary_falls_back_to_bytes_and_matches_whole_tokens_first() -> None:
+    tokenizer = rebuilt(scored_metadata())
+    text = "the  the\n\n\u00e9<end_of_turn>"
+    tokens = [tokenizer.backend.id_to_token(index) for index in tokenizer.encode(text)]
+    assert tokens == ["<bos>", "the", "  ", "the", "\n\n", "<0xC3>", "<0xA9>", "<end_of_turn>"]
+    assert tokenizer.decode(tokenizer.encode(text)) == "the  the\n\n\u00e9"
+    assert tokenizer.eos_token_ids == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"add_space_prefix": None}, "puts a space before every text"),
+        ({"scores": [0.0]}, "277 tokens have 1 scores"),
+        ({"unknown_token_id": 999}, "unknown_token_id is 999, beyond the 277 tokens"),
+    ],
+)
+def test_a_scored_vocabulary_that_would_give_wrong_ids_raises(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        rebuilt(scored_metadata(**changes))

@@ -9,6 +9,7 @@ Source: llama.cpp ``gguf-py`` (tensor names) and ``convert_hf_to_gguf.py`` (row 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import torch
 from sgl_piecewise.runtime.errors import CheckpointError
 from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
-from ..config import DecoderConfig, config_from_gguf
+from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..extras import import_extra
+from .gguf_config import config_from_gguf
 from .placement import StoredTensor, checkpoint_views, fill_parameters
 
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -42,6 +44,16 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    # Of mixtures of experts
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_OUTPUT_NORMED_NAMES = _LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
@@ -105,11 +117,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def load_gguf(
-    file: GgufFile,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    kernels: KernelSet = TORCH_KERNELS,
+    file: GgufFile, *, device: torch.device | str, dtype: torch.dtype, kernels: KernelSet = TORCH_KERNELS
 ) -> Decoder:
     """Builds the model of a GGUF file and fills it.
 
@@ -117,7 +125,7 @@ def load_gguf(
         file: From `open_gguf`.
         device: Where the model is made.
         dtype: Of its parameters; dequantisation is in float32.
-        kernels: As for `Decoder`.
+        kernels: What the model is built with.
 
     Raises:
         CheckpointError: The architecture is unknown, tensors do not fit, or a quantisation is one
@@ -131,8 +139,10 @@ def load_gguf(
                 stored[name] = _with_halves_apart(tensor, model.config.num_heads)
             elif ".attn_k." in name:
                 stored[name] = _with_halves_apart(tensor, model.config.num_kv_heads)
+    names = _OUTPUT_NORMED_NAMES if model.config.has_output_norms else _LAYER_NAMES
+    views = checkpoint_views(model, has_stacked_experts=True)
     fill_parameters(
-        {_gguf_name(name): view for name, view in checkpoint_views(model).items()},
+        {_gguf_name(name, names): view for name, view in views.items()},
         stored,
         origin=str(file.path),
         is_ignored=lambda name: name == _ROPE_DIVISORS,
@@ -159,13 +169,13 @@ def _plain_array_reader(gguf: Any) -> Any:
     return PlainArrayReader
 
 
-def _gguf_name(checkpoint_name: str) -> str:
+def _gguf_name(checkpoint_name: str, layer_names: Mapping[str, str]) -> str:
     """Returns the name that a checkpoint's tensor has in a GGUF file."""
     layer, _, kind = checkpoint_name.rpartition(".")
     if layer in _WHOLE_MODEL_NAMES:
         return f"{_WHOLE_MODEL_NAMES[layer]}.{kind}"
     index, _, part = layer.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{_LAYER_NAMES[part]}.{kind}"
+    return f"blk.{index}.{layer_names[part]}.{kind}"
 
 
 def _stored_tensor(gguf: Any, tensor: Any, path: Path) -> StoredTensor:

@@ -15,9 +15,10 @@ import torch
 from sgl_piecewise.runtime.errors import CheckpointError
 from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
-from ..config import DecoderConfig, config_from_hf
+from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..extras import import_extra
+from .huggingface_config import config_from_hf
 from .placement import StoredTensor, checkpoint_views, fill_parameters
 
 _SINGLE = "model.safetensors"
@@ -50,11 +51,7 @@ def read_huggingface_config(folder: Path) -> DecoderConfig:
 
 
 def load_huggingface(
-    folder: Path,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    kernels: KernelSet = TORCH_KERNELS,
+    folder: Path, *, device: torch.device | str, dtype: torch.dtype, kernels: KernelSet = TORCH_KERNELS
 ) -> Decoder:
     """Builds the model of a folder and fills it.
 
@@ -62,7 +59,7 @@ def load_huggingface(
         folder: Holds ``config.json`` and ``model.safetensors``, or shards with their index.
         device: Where the model is made.
         dtype: Of its parameters, whatever the files hold.
-        kernels: As for `Decoder`.
+        kernels: What the model is built with.
 
     Raises:
         CheckpointError: Files are missing or damaged, the architecture is unknown, or tensors do not
@@ -75,6 +72,11 @@ def load_huggingface(
     with contextlib.ExitStack() as stack:
         for path in _weight_files(folder):
             stored.update(_stored_tensors(path, stack))
+        if model.config.has_unit_offset_norms:
+            stored = {
+                name: _plus_one(tensor) if name.endswith("norm.weight") else tensor
+                for name, tensor in stored.items()
+            }
         fill_parameters(
             checkpoint_views(model),
             stored,
@@ -133,6 +135,11 @@ def _stored_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Stored
         return StoredTensor(shape=shape, read=lambda: _floating(opened.get_tensor(name), name, path))
 
     return {name: stored(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+
+def _plus_one(tensor: StoredTensor) -> StoredTensor:
+    """Adds what a family leaves out of its norms' weights, so that norms are alike for all."""
+    return StoredTensor(shape=tensor.shape, read=lambda: tensor.read().float() + 1.0)
 
 
 def _floating(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:

@@ -33,8 +33,12 @@ class StoredTensor:
     read: Callable[[], torch.Tensor]
 
 
-def checkpoint_views(model: Decoder) -> dict[str, torch.Tensor]:
+def checkpoint_views(model: Decoder, *, has_stacked_experts: bool = False) -> dict[str, torch.Tensor]:
     """Returns the model's parameters under the names of a Hugging Face checkpoint.
+
+    Args:
+        model: To be filled.
+        has_stacked_experts: The checkpoint holds one tensor for all experts of a layer, not one each.
 
     Returns:
         Name to a view of the parameter, or of its rows where the model merges several tensors into
@@ -44,19 +48,37 @@ def checkpoint_views(model: Decoder) -> dict[str, torch.Tensor]:
     """
     config = model.config
     query_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    merged = {
-        "qkv_proj": {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows},
-        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-    }
     views: dict[str, torch.Tensor] = {}
     for own_name, parameter in model.named_parameters():
         name = own_name if own_name.startswith("lm_head.") else f"model.{own_name}"
+        if parameter.dim() == 3:
+            views |= _views_of_experts(name, parameter, has_stacked_experts)
+            continue
         *parents, layer, kind = name.split(".")
+        half = parameter.shape[0] // 2
+        merged = {
+            "qkv_proj": {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows},
+            "gate_up_proj": {"gate_proj": half, "up_proj": half},
+        }
         rows = merged.get(layer, {layer: parameter.shape[0]})
         parts = parameter.split(list(rows.values()))
         for part_layer, part in zip(rows, parts, strict=True):
             views[".".join((*parents, part_layer, kind))] = part
     return views
+
+
+def _views_of_experts(name: str, parameter: torch.Tensor, is_stacked: bool) -> dict[str, torch.Tensor]:
+    """Returns the views of one kind of weight of all experts of a layer."""
+    parent, _, own_layer = name.rpartition(".")
+    layers = ("gate_proj", "up_proj") if own_layer == "gate_up_proj" else (own_layer,)
+    parts = dict(zip(layers, parameter.chunk(len(layers), dim=1), strict=True))
+    if is_stacked:
+        return {f"{parent}.{layer}.weight": part for layer, part in parts.items()}
+    return {
+        f"{parent}.{expert}.{layer}.weight": weight
+        for layer, part in parts.items()
+        for expert, weight in enumerate(part)
+    }
 
 
 def fill_parameters(

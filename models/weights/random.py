@@ -31,7 +31,7 @@ def random_decoder(
         device: Where it is made; nothing passes through host memory.
         dtype: Of its parameters.
         seed: The same seed gives the same weights on the same kind of device and dtype.
-        kernels: As for `Decoder`.
+        kernels: What the model is built with.
     """
     model = Decoder(config, device=device, dtype=dtype, kernels=kernels)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -45,8 +45,8 @@ def _standard_deviation(name: str, parameter: torch.Tensor, config: DecoderConfi
     """Returns the spread that keeps the output of the parameter's layer near one."""
     if parameter.dim() == 1:
         return 0.1  # biases, and norm weights around one: small, but a lost one shows
-    fan_in = parameter.shape[1]
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    fan_in = parameter.shape[-1]
+    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
         # Each layer adds to the residual stream twice; without this it would grow with depth.
         return 1.0 / math.sqrt(fan_in * 2 * config.num_layers)
     return 1.0 / math.sqrt(fan_in)

@@ -33,8 +33,8 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     """
     if name == "auto":
         return "triton" if device.type == "cuda" and has_triton() else "torch"
-    if name not in _BUILDERS:
-        raise ConfigError(f"Unknown attention backend {name!r}. {nearest(name, ['auto', *_BUILDERS])}")
+    if name not in _CLASSES:
+        raise ConfigError(f"Unknown attention backend {name!r}. {nearest(name, ['auto', *_CLASSES])}")
     if name == "triton":
         require_triton()
     if name == "flashinfer":
@@ -52,7 +52,7 @@ def build_attention_backend(
         layers: Constants of the model's attention layers.
         limits: The largest batch.
     """
-    return _BUILDERS[name](layers, limits)
+    return attention_backend_class(name)(layers, limits=limits)
 
 
 def available_attention_backends() -> tuple[str, ...]:
@@ -60,20 +60,29 @@ def available_attention_backends() -> tuple[str, ...]:
     return ("torch", *(["triton"] if has_triton() else []), *(["flashinfer"] if has_flashinfer() else []))
 
 
-def _triton(layers: Sequence[AttentionSpec], limits: PlanLimits) -> PagedAttention:
+def attention_backend_class(name: str) -> type[PagedAttention]:
+    """Returns the class of a backend, which says what it can capture; builds nothing.
+
+    Args:
+        name: From `resolve_attention_backend`.
+    """
+    return _CLASSES[name]()
+
+
+def _triton() -> type[PagedAttention]:
     from .triton_paged import TritonAttention
 
-    return TritonAttention(layers, limits=limits)
+    return TritonAttention
 
 
-def _flashinfer(layers: Sequence[AttentionSpec], limits: PlanLimits) -> PagedAttention:
+def _flashinfer() -> type[PagedAttention]:
     from .flashinfer_paged import FlashInferAttention
 
-    return FlashInferAttention(layers, limits=limits)
+    return FlashInferAttention
 
 
-_BUILDERS: dict[str, Callable[[Sequence[AttentionSpec], PlanLimits], PagedAttention]] = {
-    "torch": lambda layers, limits: TorchAttention(layers, limits=limits),
+_CLASSES: dict[str, Callable[[], type[PagedAttention]]] = {
+    "torch": lambda: TorchAttention,
     "triton": _triton,
     "flashinfer": _flashinfer,
 }

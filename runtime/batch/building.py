@@ -62,6 +62,7 @@ def build_forward_batch(
             temperatures=owned["temperatures"],
             top_ks=owned["top_ks"],
             top_ps=owned["top_ps"],
+            seeds=owned["seeds"],
         ),
         extend=extend,
         logprobs=_logprobs(batch),
@@ -114,6 +115,7 @@ def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torc
         "temperatures": np.array([param.temperature for param in params], dtype=np.float32),
         "top_ks": np.array([param.top_k for param in params], dtype=np.int32),
         "top_ps": np.array([param.top_p for param in params], dtype=np.float32),
+        "seeds": np.array([param.seed for param in params], dtype=np.int64),
         "num_real_tokens": np.array(batch.input_ids.numel(), dtype=np.int32),
     }
     if batch.extend_lens is not None and batch.prefix_lens is not None:

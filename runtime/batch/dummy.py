@@ -111,6 +111,7 @@ def _dummy(
             temperatures=torch.zeros(batch_size, device=device),
             top_ks=torch.full((batch_size,), NO_TOP_K, dtype=torch.int32, device=device),
             top_ps=torch.ones(batch_size, device=device),
+            seeds=torch.zeros(batch_size, dtype=torch.int64, device=device),
         ),
         extend=extend if is_extend else None,
         speculative=(

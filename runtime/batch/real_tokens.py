@@ -85,6 +85,28 @@ class TokenShard:
         return min(max(num_real_tokens - self.rank * num_rows, 0), num_rows)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RealTokens:
+    """GLOBAL and this rank's share, as the forward context carries them.
+
+    Attributes:
+        num_real_tokens: GLOBAL (int32[], on the device), at a fixed address where graphs read it.
+        shard: Which share of the rows is this rank's.
+    """
+
+    num_real_tokens: torch.Tensor
+    shard: TokenShard = TokenShard()
+
+    def local(self, num_rows: int) -> torch.Tensor:
+        """Derives LOCAL (int32[], on the device, fresh).
+
+        Args:
+            num_rows: Rows that this rank holds, padded ones included.
+        """
+        num_ranks = 1 if self.shard.layout is TokenLayout.RANK_LOCAL else self.shard.num_ranks
+        return self.shard.local_real_tokens(self.num_real_tokens, num_rows * num_ranks)
+
+
 def real_row_mask(local_real_tokens: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Returns which of a rank's rows are real (bool[T], fresh).
 

@@ -23,6 +23,7 @@ class SamplingParams:
         temperature: Divides the logits; 0 takes the largest (greedy).
         top_k: Only this many largest logits count; `NO_TOP_K` counts all.
         top_p: Only the most likely tokens that make up this probability count; in (0, 1].
+        seed: Of its random draws: equal seeds and equal logits give equal tokens, in any batch.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -31,6 +32,7 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = NO_TOP_K
     top_p: float = 1.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -39,6 +41,8 @@ class SamplingParams:
             raise ConfigError(f"top_k must be at least 1, or {NO_TOP_K} for all, got {self.top_k!r}.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be over 0 and at most 1, got {self.top_p!r}.")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}.")
 
     @property
     def is_greedy(self) -> bool:
@@ -55,9 +59,11 @@ class BatchSampling:
         temperatures: Float32[B].
         top_ks: Int32[B]; `NO_TOP_K` counts all tokens.
         top_ps: Float32[B].
+        seeds: Int64[B].
     """
 
     is_all_greedy: bool
     temperatures: torch.Tensor
     top_ks: torch.Tensor
     top_ps: torch.Tensor
+    seeds: torch.Tensor

@@ -183,7 +183,8 @@ def test_every_tensor_that_a_graph_may_read_is_static(mode: ForwardMode) -> None
         if not path.startswith("batch.padding.unpadded")
     }
     live = {path for path, is_static in found.items() if not is_static}
-    assert live == {"seq_lens_cpu", "sampling.temperatures", "sampling.top_ks", "sampling.top_ps"}
+    sampling = {f"sampling.{name}" for name in ("temperatures", "top_ks", "top_ps", "seeds")}
+    assert live == {"seq_lens_cpu", *sampling}
 
 
 def test_static_buffers_name_what_does_not_fit() -> None:

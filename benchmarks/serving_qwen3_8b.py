@@ -1,0 +1,416 @@
+"""What the execution layer costs and gives on one GPU: decode and prefill against floors, first tokens, gaps.
+
+    python benchmarks/serving_qwen3_8b.py --json docs/results/NAME.json
+    python benchmarks/serving_qwen3_8b.py --attention triton --compile inductor --json ...
+
+All arms are model runners over one model with random bf16 weights, in one process, timed in turns:
+
+- ``eager``: no graphs; ``breakable``: decode full, prompts between breaks; ``full``: both whole.
+- with ``--compile NAME`` also ``NAME_breakable`` and ``NAME_full``: the same, compiled first.
+
+Measured: decode at several batches and one context (device time of ``ModelRunner.forward``; the floor is every
+weight but the input embedding and all keys and values once, at the copy bandwidth measured in the same run);
+prefill (device time; the floor is its products at the measured matrix rate); time to first token from decision to
+token on the host; the part of one forward's wall time in which the device is busy; and the time between two steps
+of the engine. Logits of every arm are compared with padded eager first; an arm that differs gets no times.
+
+Without a GPU everything runs on the emulated device, whose times say nothing. A dry run:
+``--model tiny --context 32 --batches 1,2 --prompts 8,16 --rounds 2 --json out.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_piecewise.generation.compiling import CompiledModel
+from sgl_piecewise.generation.engine import OfflineEngine
+from sgl_piecewise.generation.requests import GenerationRequest
+from sgl_piecewise.models.loading import LoadedModel, load_model
+from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
+from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
+from sgl_piecewise.runtime.batch.request import Req
+from sgl_piecewise.runtime.batch.scheduling import release, schedule
+from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
+from sgl_piecewise.runtime.model_runner.options import RunnerOptions
+from sgl_piecewise.runtime.records import PhaseClock
+from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
+from sgl_piecewise.runtime.stopwatch import stopwatch_for
+from sgl_piecewise.runtime.worker.worker import TpModelWorker
+
+SCHEMA = "sgl_piecewise.benchmarks.serving/1"
+TOLERANCE = 2e-2  # of the largest logit, for compiled arms; others are equal bit for bit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to run: strategies of prompts and of decoding, and what compiles them."""
+
+    extend: str
+    decode: str
+    compiler: str = "none"
+
+    def plan(self, attention: str, batches: tuple[int, ...], prompts: tuple[int, ...]) -> ExecutionPlan:
+        def strategy(name: str, sizes: tuple[int, ...]) -> ModeStrategy:
+            if name == "eager":
+                return ModeStrategy()
+            return ModeStrategy(strategy=name, compile=self.compiler, capture_sizes=sizes)
+
+        modes = {
+            ForwardMode.DECODE: strategy(self.decode, batches),
+            ForwardMode.EXTEND: strategy(self.extend, prompts),
+        }
+        return ExecutionPlan(modes=modes, prefill_attention=attention, decode_attention=attention)
+
+
+ARMS = {
+    "eager": Arm(extend="eager", decode="eager"),
+    "padded_eager": Arm(extend="none", decode="none"),
+    "breakable": Arm(extend="breakable", decode="full"),
+    "full": Arm(extend="full", decode="full"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is measured, on what."""
+
+    loaded: LoadedModel
+    device: torch.device
+    context: int
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    rounds: int
+    floors: dict[str, float]
+
+
+def median(times: list[float]) -> dict[str, float]:
+    return {"median_s": statistics.median(times), "least_s": min(times), "most_s": max(times)}
+
+
+def measure_floors(device: torch.device) -> dict[str, float]:
+    """Returns bytes copied (read and written) and products a second, measured now."""
+    is_cuda = device.type == "cuda"
+    stopwatch = stopwatch_for(device)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        return min(stopwatch.measure(work).latency_s for _ in range(10))
+
+    source = torch.zeros((1 << 31) if is_cuda else (1 << 24), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source))
+    size = 8192 if is_cuda else 256
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if is_cuda else torch.float32)
+    return {"copy_bytes_per_s": bandwidth, "matrix_flop_per_s": 2 * size**3 / seconds(lambda: a @ a)}
+
+
+def weights_read(model: torch.nn.Module, embedding: torch.nn.Parameter) -> tuple[int, int]:
+    """Returns bytes and number of the weights that a token reads: of the input embedding only what is the output's."""
+    output = model.lm_head.weight
+    read = [one for one in model.parameters() if one is not embedding or one is output]
+    return sum(one.nbytes for one in read), sum(one.numel() for one in read)
+
+
+def prompt_of(length: int, name: str, vocab_size: int) -> Req:
+    generator = torch.Generator().manual_seed(length + len(name))
+    return Req.of_prompt(name, torch.randint(0, vocab_size, (length,), generator=generator).tolist())
+
+
+def forward_batch(
+    runner: ModelRunner, mode: ForwardMode, reqs: list[Req], num_new: list[int]
+) -> ForwardBatch:
+    return ForwardBatch.init_new(schedule(mode, reqs, num_new, runner.allocator, runner.req_to_token), runner)
+
+
+def filled_requests(runner: ModelRunner, batch_size: int, context: int, vocab_size: int) -> list[Req]:
+    """Returns requests that have a context in the cache and one token to decode."""
+    reqs = [prompt_of(context, f"decode {index}", vocab_size) for index in range(batch_size)]
+    for req in reqs:
+        while req.num_computed_tokens < context:
+            new = min(context - req.num_computed_tokens, runner.options.max_extend_tokens)
+            runner.forward(forward_batch(runner, ForwardMode.EXTEND, [req], [new]))
+            req.num_computed_tokens += new
+        req.token_ids.append(1)
+    return reqs
+
+
+def busy_s(call: Callable[[], Any], device: torch.device) -> float | None:
+    """Returns how long the device computed during one call, as its profiler saw; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type is torch.autograd.DeviceType.CUDA
+    )
+    total, end = 0.0, 0.0
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6
+
+
+def in_turns(arms: dict[str, Callable[[], Any]], setting: Setting) -> dict[str, dict[str, float]]:
+    """Times calls in turns: device time from idle to the last result."""
+    stopwatch = stopwatch_for(setting.device)
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for call in arms.values():
+        call()
+    for _ in range(setting.rounds):
+        for name, call in arms.items():
+            times[name].append(stopwatch.measure(call).latency_s)
+    return {name: median(values) for name, values in times.items()}
+
+
+def differing(batches: dict[str, tuple[ModelRunner, ForwardBatch]]) -> dict[str, float]:
+    """Returns how far each arm's logits are from padded eager's, over the largest logit."""
+    logits: dict[str, torch.Tensor] = {}
+    for name, (runner, batch) in batches.items():
+        output = runner.forward(batch).logits
+        assert output is not None
+        logits[name] = output.next_token_logits.float().clone()
+    want = logits["padded_eager"]
+    return {name: float((found - want).abs().max() / want.abs().max()) for name, found in logits.items()}
+
+
+def right_arms(errors: dict[str, float]) -> list[str]:
+    """Returns the arms whose values allow a time: equal where nothing changes them, else within tolerance."""
+    exact = ("padded_eager", "breakable", "full")
+    return [name for name, error in errors.items() if error <= (0.0 if name in exact else TOLERANCE)]
+
+
+def measure_decode(runners: dict[str, ModelRunner], setting: Setting) -> list[dict[str, Any]]:
+    model = setting.loaded.model
+    weight_bytes, _ = weights_read(model, model.embed_tokens.weight)
+    found = []
+    for batch_size in setting.batches:
+        reqs = {
+            name: filled_requests(runner, batch_size, setting.context, model.vocab_size)
+            for name, runner in runners.items()
+        }
+        batches = {
+            name: (runner, forward_batch(runner, ForwardMode.DECODE, reqs[name], [1] * batch_size))
+            for name, runner in runners.items()
+        }
+        errors = differing(batches)
+        calls = {name: _call(*batches[name]) for name in right_arms(errors)}
+        times = in_turns(calls, setting)
+        pool = next(iter(runners.values())).pool
+        token_bytes = sum(one.spec.bytes_per_token for one in pool.sub_pools.values())
+        read = weight_bytes + batch_size * (setting.context + 1) * token_bytes
+        floor_s = read / (setting.floors["copy_bytes_per_s"])
+        found.append(
+            {
+                "batch_size": batch_size,
+                "context": setting.context,
+                "bytes_read": read,
+                "floor_s": floor_s,
+                "errors": errors,
+                "times": times,
+                "of_floor": {name: floor_s / one["median_s"] for name, one in times.items()},
+                "device_busy_s": {name: busy_s(call, setting.device) for name, call in calls.items()},
+            }
+        )
+        for name, runner in runners.items():
+            for req in reqs[name]:
+                release(req, runner.allocator, runner.req_to_token)
+    return found
+
+
+def _call(runner: ModelRunner, batch: ForwardBatch) -> Callable[[], Any]:
+    return lambda: runner.forward(batch)
+
+
+def measure_prefill(runners: dict[str, ModelRunner], setting: Setting) -> list[dict[str, Any]]:
+    model = setting.loaded.model
+    _, num_weights = weights_read(model, model.embed_tokens.weight)
+    num_weights -= model.lm_head.weight.numel()  # the output layer sees one row
+    found = []
+    for length in setting.prompts:
+        reqs = {name: prompt_of(length, "prefill", model.vocab_size) for name in runners}
+        batches = {
+            name: (runner, forward_batch(runner, ForwardMode.EXTEND, [reqs[name]], [length]))
+            for name, runner in runners.items()
+        }
+        errors = differing(batches)
+        calls = {name: _call(*batches[name]) for name in right_arms(errors)}
+        times = in_turns(calls, setting)
+        heads = sum(layer.num_heads * layer.head_dim for layer in model.attention_layers)
+        operations = 2 * num_weights * length + 2 * heads * length * (length + 1)
+        floor_s = operations / setting.floors["matrix_flop_per_s"]
+        found.append(
+            {
+                "num_tokens": length,
+                "operations": operations,
+                "floor_s": floor_s,
+                "errors": errors,
+                "times": times,
+                "of_floor": {name: floor_s / one["median_s"] for name, one in times.items()},
+                "device_busy_s": {name: busy_s(call, setting.device) for name, call in calls.items()},
+            }
+        )
+        for name, runner in runners.items():
+            release(reqs[name], runner.allocator, runner.req_to_token)
+        found[-1]["first_token"] = in_turns(
+            {name: _first_token(runners[name], length, model.vocab_size) for name in calls}, setting
+        )
+    return found
+
+
+def _first_token(runner: ModelRunner, length: int, vocab_size: int) -> Callable[[], Any]:
+    worker = TpModelWorker(runner)
+
+    def call() -> int:
+        req = prompt_of(length, "first", vocab_size)
+        batch = schedule(ForwardMode.EXTEND, [req], [length], runner.allocator, runner.req_to_token)
+        sampled = worker.forward_batch_generation(batch).sampled
+        assert sampled is not None
+        token: int = sampled.next_token_ids.tolist()[0]
+        release(req, runner.allocator, runner.req_to_token)
+        return token
+
+    return call
+
+
+def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> dict[str, Any]:
+    """Wall time of engine steps beside that of their forwards: what scheduling and sampling add."""
+    found: dict[str, Any] = {}
+    batch_size, num_new = setting.batches[-1], 4 * setting.rounds
+    vocab_size = setting.loaded.model.vocab_size
+    for name, runner in runners.items():
+        engine = OfflineEngine(runner)
+        for index in range(batch_size):
+            ids = prompt_of(8, f"engine {index}", vocab_size).token_ids
+            engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_new))
+        while any(
+            one.num_missing_tokens > 1 for one in (*engine.scheduler.waiting, *engine.scheduler.running)
+        ):
+            engine.step()
+        engine.step()
+        clock, decode_before, num_steps = PhaseClock(), runner.clock.phases_s.get("decode", 0.0), 0
+        with clock.phase("steps"):
+            while engine.has_work:
+                engine.step()
+                num_steps += 1
+        found[name] = {
+            "step_s": clock.phases_s["steps"] / num_steps,
+            "forward_host_s": (runner.clock.phases_s["decode"] - decode_before) / num_steps,
+            "tokens_per_s": batch_size * num_steps / clock.phases_s["steps"],
+        }
+    return found
+
+
+def make_runners(
+    arguments: argparse.Namespace, setting: Setting
+) -> tuple[dict[str, ModelRunner], dict[str, Any]]:
+    arms = dict(ARMS)
+    if arguments.compile != "none":
+        for name in ("breakable", "full"):
+            arms[f"{arguments.compile}_{name}"] = Arm(
+                extend=ARMS[name].extend, decode=ARMS[name].decode, compiler=arguments.compile
+            )
+    context = max(setting.context + 8 * setting.rounds + 16, setting.prompts[-1] + 1)
+    options = RunnerOptions(
+        max_requests=setting.batches[-1],
+        max_context=context,
+        max_extend_tokens=setting.prompts[-1],
+        max_total_tokens=setting.batches[-1] * (setting.context + 8) + setting.prompts[-1],
+    )
+    runners, builds = {}, {}
+    for name, arm in arms.items():
+        runner = ModelRunner.ready(
+            setting.loaded.model,
+            plan=arm.plan(arguments.attention, setting.batches, setting.prompts),
+            options=options,
+            compiler=CompiledModel,
+        )
+        build = runner.graph_build
+        assert build is not None
+        runners[name] = runner
+        builds[name] = {
+            "total_s": build.total_s,
+            "num_graphs": build.num_graphs,
+            "pool_bytes": build.pool_bytes,
+            "driver_bytes": build.driver_bytes,
+            "failures": build.failures,
+        }
+        gc.collect()
+    return runners, builds
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--context", type=int, default=1024, help="tokens in the cache while decoding")
+    parser.add_argument("--batches", type=sizes_of, default=(1, 8, 32), help="requests of decode")
+    parser.add_argument("--prompts", type=sizes_of, default=(64, 128, 256, 512, 1024, 2048, 4096))
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument(
+        "--compile", default="none", help="adds compiled arms: fx, inductor, a Dynamo backend"
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    setting = Setting(
+        loaded=load_model(arguments.model, device=device, dtype=dtype, num_layers=arguments.layers),
+        device=device,
+        context=arguments.context,
+        batches=arguments.batches,
+        prompts=arguments.prompts,
+        rounds=arguments.rounds,
+        floors=measure_floors(device),
+    )
+    runners, builds = make_runners(arguments, setting)
+    report = {
+        "schema": SCHEMA,
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else "emulated: times say nothing about a GPU",
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "model": setting.loaded.description,
+        "attention": next(iter(runners.values())).plan.decode_attention,
+        "floors": setting.floors,
+        "builds": builds,
+        "decode": measure_decode(runners, setting),
+        "prefill": measure_prefill(runners, setting),
+        "engine": measure_engine(runners, setting),
+    }
+    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        json.dumps(
+            {key: report[key] for key in ("floors", "builds", "decode", "prefill", "engine")}, indent=1
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

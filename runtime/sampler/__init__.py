@@ -1,0 +1,1 @@
+"""The sampler: next tokens from logits, and log-probabilities."""

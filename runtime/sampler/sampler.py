@@ -1,0 +1,82 @@
+"""Next tokens from logits: greedy, temperature, top-k and top-p, each request by its own parameters.
+
+Every row is computed by itself, so a request's token depends on nothing but its logits, its
+parameters and its length. A row with NaN gives `INVALID_TOKEN`, which costs no wait for the device;
+who brings the tokens to the host turns it into an error that names the request.
+
+Shapes: `B` requests, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..batch.request import Req
+from ..batch.sampling import BatchSampling
+from ..errors import SamplingError
+from .draws import uniform_draws
+
+INVALID_TOKEN = -1
+"""In place of a token, where the logits hold NaN."""
+
+
+def sample(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Chooses a token for every request.
+
+    Args:
+        logits_BV: One row per request; not written to.
+        sampling: Parameters of the requests.
+        lengths_B: Tokens of each request so far, which count its draws (int64[B]).
+
+    Returns:
+        ``token_ids`` (int64[B], fresh); `INVALID_TOKEN` where a row holds NaN.
+    """
+    greedy_B = logits_BV.argmax(-1)
+    if sampling.is_all_greedy:
+        chosen_B = greedy_B
+    else:
+        drawn_B = _draw(logits_BV.float(), sampling, lengths_B)
+        is_greedy_B = (sampling.temperatures == 0) | (sampling.top_ks == 1)
+        chosen_B = torch.where(is_greedy_B, greedy_B, drawn_B)
+    return torch.where(logits_BV.isnan().any(-1), INVALID_TOKEN, chosen_B)
+
+
+def _draw(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Tensor) -> torch.Tensor:
+    num_tokens = logits_BV.shape[-1]
+    temperature_B1 = torch.where(sampling.temperatures > 0, sampling.temperatures, 1.0).unsqueeze(1)
+    # A stable sort: equal logits keep the order of their ids, on every device.
+    ordered_BV, ids_BV = torch.sort(logits_BV / temperature_B1, dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(num_tokens, device=logits_BV.device)
+    top_k_B1 = torch.where(sampling.top_ks > 0, sampling.top_ks, num_tokens).unsqueeze(1)
+    ordered_BV = ordered_BV.masked_fill(rank_V >= top_k_B1, -torch.inf)
+    probability_BV = ordered_BV.softmax(-1)
+    before_BV = probability_BV.cumsum(-1) - probability_BV
+    # The first token that reaches top_p counts as well, so one is always left.
+    kept_BV = probability_BV.masked_fill(before_BV >= sampling.top_ps.unsqueeze(1), 0.0)
+    total_BV = kept_BV.cumsum(-1)
+    threshold_B1 = uniform_draws(sampling.seeds, lengths_B).unsqueeze(1) * total_BV[:, -1:]
+    last_B1 = (kept_BV > 0).sum(-1, keepdim=True) - 1
+    index_B1 = torch.minimum((total_BV <= threshold_B1).sum(-1, keepdim=True), last_B1).clamp(min=0)
+    return ids_BV.gather(1, index_B1).squeeze(1)
+
+
+def check_tokens(token_ids: Sequence[int], reqs: Sequence[Req]) -> None:
+    """Checks tokens that came to the host.
+
+    Raises:
+        SamplingError: The logits of a request held NaN; names it.
+    """
+    for token_id, req in zip(token_ids, reqs, strict=True):
+        if token_id == INVALID_TOKEN:
+            raise invalid_logits(req)
+
+
+def invalid_logits(req: Req) -> SamplingError:
+    """Returns the error for a request whose logits held NaN."""
+    return SamplingError(
+        f"The logits of request {req.request_id!r} hold NaN after {req.num_computed_tokens} computed tokens, so no "
+        "token can be chosen. Other requests are not touched. Run again with a plan that is eager, or in debug "
+        "mode, to see whether capture is the cause; then look at the weights and the dtype."
+    )

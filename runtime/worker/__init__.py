@@ -1,0 +1,1 @@
+"""The worker: a scheduling decision in, sampled tokens out."""

@@ -1,0 +1,257 @@
+"""The offline engine: requests in, token events out, one forward per step.
+
+It owns the scheduler and the worker and keeps one promise: between two steps every slot of the
+pools belongs to exactly one running request or is free, whatever was interrupted or failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from sgl_piecewise.models.tokenizer import Tokenizer
+from sgl_piecewise.runtime.batch.request import Req
+from sgl_piecewise.runtime.batch.scheduling import release_out_of_window
+from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.interrupts import HeldInterrupts
+from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
+from sgl_piecewise.runtime.sampler.sampler import INVALID_TOKEN, invalid_logits
+from sgl_piecewise.runtime.worker.worker import TpModelWorker, WorkerOptions
+
+from .requests import FinishReason, GenerationOutput, GenerationRequest, RunningRequest, TokenEvent
+from .scheduler import Scheduler, SchedulerOptions
+from .text import TextStream
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine batches.
+
+    Attributes:
+        chunk_tokens: New tokens of one prompt in one forward; None for all that a forward takes.
+        mixes: Whether prompts and decoding requests share a forward.
+    """
+
+    chunk_tokens: int | None = None
+    mixes: bool = True
+
+
+class OfflineEngine:
+    """Generates for many requests at once.
+
+    Args:
+        runner: Built.
+        tokenizer: None where there is no vocabulary: tokens without text.
+        options: How it batches.
+
+    Attributes:
+        runner: The model runner, with its log.
+        scheduler: Waiting and running requests.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
+    ) -> None:
+        options = options or EngineOptions()
+        limits = runner.options
+        chunk = limits.max_extend_tokens if options.chunk_tokens is None else options.chunk_tokens
+        self.runner = runner
+        self.scheduler = Scheduler(
+            SchedulerOptions(
+                max_requests=limits.max_requests,
+                max_tokens=limits.max_extend_tokens,
+                chunk_tokens=chunk,
+                mixes=options.mixes,
+            ),
+            runner.allocator,
+            runner.req_to_token,
+        )
+        self._tokenizer = tokenizer
+        self._worker = TpModelWorker(runner, WorkerOptions())
+        self._num_requests = 0
+        self._names: set[str] = set()
+
+    def add(self, request: GenerationRequest) -> str:
+        """Takes a request; it waits until there is room.
+
+        Returns:
+            Its name.
+
+        Raises:
+            BatchError: The prompt is empty, or holds a token id that is out of range.
+            ConfigError: It is longer than the model, a request or the pool may be; stop texts
+                without a tokenizer; or its name is taken.
+        """
+        name = f"request {self._num_requests}" if request.request_id is None else request.request_id
+        if name in self._names:
+            raise ConfigError(f"A request is named {name!r} already; name each once.")
+        req = Req.of_prompt(name, request.prompt_ids, sampling=request.sampling)
+        req.check(vocab_size=self.runner.model.vocab_size)
+        self._check_length(name, request)
+        if request.stop_texts and self._tokenizer is None:
+            raise ConfigError(f"Request {name!r} has stop_texts, and without a tokenizer there is no text.")
+        self._num_requests += 1
+        self._names.add(name)
+        self.scheduler.waiting.append(
+            RunningRequest(req=req, request=request, text=TextStream(self._tokenizer, request.stop_texts))
+        )
+        return name
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[TokenEvent]:
+        """Runs one forward.
+
+        Returns:
+            What came of it, request by request; nothing for prompts that are not through.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came during the step, which was finished first.
+        """
+        # Whole or not at all: an interrupt between taking slots and noting whose they are would lose them.
+        with HeldInterrupts(is_everywhere=True):
+            decided = self.scheduler.next_batch()
+            if decided is None:
+                return []
+            batch, members = decided
+            runner = self.runner
+            num_new = batch.extend_lens or [1] * len(members)
+            result = self._worker.forward_batch_generation(batch)
+            sampled = result.tokens()
+            assert sampled is not None, "a generating forward samples"
+            token_ids = sampled.next_token_ids.tolist()
+            events = []
+            for one, new, token_id in zip(members, num_new, token_ids, strict=True):
+                one.req.num_computed_tokens += new
+                release_out_of_window(one.req, runner.pool, runner.allocator, runner.req_to_token)
+                if one.num_missing_tokens == 0:
+                    events.append(self._advance(one, token_id))
+            return events
+
+    def stream(self, requests: Iterable[GenerationRequest]) -> Iterator[TokenEvent]:
+        """Generates for requests; yields events as they come.
+
+        Ended early, by its consumer, an error or Ctrl-C, it gives back what the requests held.
+
+        Raises:
+            BatchError: As in `add`; no request was taken then.
+            ConfigError: Likewise.
+        """
+        self._add_all(requests)
+        try:
+            while self.has_work:
+                yield from self.step()
+        finally:
+            self.scheduler.drop_all()
+            self._names.clear()
+
+    def generate(
+        self,
+        requests: Iterable[GenerationRequest],
+        *,
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> list[GenerationOutput]:
+        """Generates for requests; returns when all have ended.
+
+        Args:
+            requests: What to do.
+            on_event: Called with every event.
+
+        Returns:
+            Outputs in the order of the requests.
+
+        Raises:
+            BatchError: As in `add`; no request was taken then.
+            ConfigError: Likewise.
+        """
+        asked = list(requests)
+        names = self._add_all(asked)
+        members = {one.req.request_id: one for one in self.scheduler.waiting}
+        ends: dict[str, TokenEvent] = {}
+        try:
+            while self.has_work:
+                for event in self.step():
+                    if event.finish_reason is not None:
+                        ends[event.request_id] = event
+                    if on_event is not None:
+                        on_event(event)
+        finally:
+            self.scheduler.drop_all()
+            self._names.clear()
+        return [output_of(members[name], ends[name]) for name in names]
+
+    def _add_all(self, requests: Iterable[GenerationRequest]) -> list[str]:
+        """Adds all or none."""
+        before = len(self.scheduler.waiting)
+        names: list[str] = []
+        try:
+            for request in requests:
+                names.append(self.add(request))
+        except BaseException:
+            while len(self.scheduler.waiting) > before:
+                self._names.discard(self.scheduler.waiting.pop().req.request_id)
+            raise
+        return names
+
+    def _advance(self, one: RunningRequest, token_id: int) -> TokenEvent:
+        """Gives a request its token, or ends it."""
+        name = one.req.request_id
+        if token_id == INVALID_TOKEN:
+            self.scheduler.end(one)
+            return TokenEvent(
+                request_id=name,
+                token_id=None,
+                text=one.text.flush(),
+                finish_reason=FinishReason.ERROR,
+                error=str(invalid_logits(one.req)),
+            )
+        reason: FinishReason | None = None
+        text = ""
+        if token_id in one.request.stop_token_ids:
+            reason = FinishReason.STOP_TOKEN
+        else:
+            one.req.token_ids.append(token_id)
+            text = one.text.push(token_id)
+            if one.text.has_stopped:
+                reason = FinishReason.STOP_TEXT
+            elif one.num_new_tokens >= one.request.max_new_tokens:
+                reason = FinishReason.LENGTH
+        if reason is not None:
+            text += one.text.flush()
+            self.scheduler.end(one)
+        return TokenEvent(
+            request_id=name,
+            token_id=None if reason is FinishReason.STOP_TOKEN else token_id,
+            text=text,
+            finish_reason=reason,
+        )
+
+    def _check_length(self, name: str, request: GenerationRequest) -> None:
+        asked = len(request.prompt_ids) + request.max_new_tokens
+        slots = min(sub_pool.num_slots for sub_pool in self.runner.pool.sub_pools.values())
+        for limit, what in (
+            (self.runner.options.max_context, "max_context, the tokens of one request"),
+            (slots, "the KV pool"),
+        ):
+            if asked > limit:
+                raise ConfigError(
+                    f"Request {name!r} has a prompt of {len(request.prompt_ids)} tokens and asks for "
+                    f"{request.max_new_tokens} more; together {asked}, over {what} ({limit}). Shorten the prompt, ask "
+                    "for fewer tokens, or raise the limit."
+                )
+
+
+def output_of(one: RunningRequest, end: TokenEvent) -> GenerationOutput:
+    """Returns the output of a request that ended with an event."""
+    assert end.finish_reason is not None
+    return GenerationOutput(
+        request_id=one.req.request_id,
+        prompt_ids=tuple(one.request.prompt_ids),
+        token_ids=tuple(one.req.token_ids[one.req.num_prompt_tokens :]),
+        text=one.text.text,
+        finish_reason=end.finish_reason,
+        error=end.error,
+    )

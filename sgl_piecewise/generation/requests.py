@@ -1,0 +1,123 @@
+"""What a caller asks of the engine, and what comes back."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sgl_piecewise.runtime.batch.request import Req
+from sgl_piecewise.runtime.batch.sampling import SamplingParams
+from sgl_piecewise.runtime.errors import ConfigError
+
+from .text import TextStream
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    """It has as many new tokens as it may."""
+    STOP_TOKEN = "stop_token"
+    """A token that ends a text came."""
+    STOP_TEXT = "stop_text"
+    """A text that was to end it came."""
+    ERROR = "error"
+    """No token could be chosen."""
+    INTERRUPTED = "interrupted"
+    """The engine was stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and what to do with it.
+
+    Attributes:
+        prompt_ids: Its tokens, at least one.
+        max_new_tokens: Tokens to generate at most, at least one.
+        sampling: How to choose them.
+        stop_token_ids: Any of these ends it; it is not part of the output.
+        stop_texts: Any of these in the new text ends it; needs a tokenizer.
+        request_id: Its name; numbered by default.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int = 64
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_texts: tuple[str, ...] = ()
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}.")
+        if "" in self.stop_texts:
+            raise ConfigError("stop_texts holds an empty text, which would end everything at once.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """One step of one request, for who streams.
+
+    Attributes:
+        request_id: Whose.
+        token_id: The new token; None where it ended without one.
+        text: What became readable with it; empty without a tokenizer, or inside a character.
+        finish_reason: Set with the last event.
+        error: What went wrong, with `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """A request that ended.
+
+    Attributes:
+        request_id: Its name.
+        prompt_ids: Its prompt.
+        token_ids: What was generated, without the token that ended it.
+        text: The same as text; empty without a tokenizer.
+        finish_reason: Why it ended.
+        error: What went wrong, with `FinishReason.ERROR`.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class RunningRequest:
+    """A request inside the engine.
+
+    Attributes:
+        req: What the execution layer sees.
+        request: What was asked.
+        text: Makes text of new tokens, and finds what ends it.
+    """
+
+    req: Req
+    request: GenerationRequest
+    text: TextStream
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.req.token_ids) - self.req.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens that are known and not computed; 1 while it decodes, more while it is prefilled."""
+        return len(self.req.token_ids) - self.req.num_computed_tokens

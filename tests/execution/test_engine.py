@@ -1,0 +1,265 @@
+"""The offline engine: the same tokens under every plan, and nothing lost whatever goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_piecewise.generation.engine import EngineOptions, OfflineEngine
+from sgl_piecewise.generation.requests import FinishReason, GenerationRequest, TokenEvent
+from sgl_piecewise.generation.text import TextStream
+from sgl_piecewise.models.shapes import named_shape
+from sgl_piecewise.models.tokenizer import Tokenizer
+from sgl_piecewise.models.weights.random import random_decoder
+from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
+from sgl_piecewise.runtime.batch.sampling import SamplingParams
+from sgl_piecewise.runtime.errors import BatchError, ConfigError
+from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
+from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
+
+from .support import OPTIONS, ctrl_c_raises, make_runner, plan, tiny_model
+
+LENGTHS = (5, 33, 17, 1, 20)
+
+ONE_BY_ONE = ExecutionPlan(
+    modes={mode: ModeStrategy(strategy="none") for mode in (ForwardMode.DECODE, ForwardMode.EXTEND)}
+)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 63, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def requests(**fields: Any) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt_ids=ids,
+            max_new_tokens=6,
+            # Every other one is drawn at random, with its own seed.
+            sampling=SamplingParams(temperature=float(index % 2), top_k=10, seed=index),
+            **fields,
+        )
+        for index, ids in enumerate(prompts())
+    ]
+
+
+def engine(asked: object = None, *, chunk: int = 7, mixes: bool = True, **options: Any) -> OfflineEngine:
+    runner = make_runner(asked or plan("none", "none", has_verify=False), **options)  # type: ignore[arg-type]
+    return OfflineEngine(runner, options=EngineOptions(chunk_tokens=chunk, mixes=mixes))
+
+
+def assert_nothing_is_held(one: OfflineEngine) -> None:
+    runner = one.runner
+    assert not one.has_work
+    assert runner.req_to_token.num_free == runner.options.max_requests
+    for pool in runner.allocator.pools:
+        assert runner.allocator.num_free(pool) == runner.pool.sub_pools[pool].num_slots
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    """Each prompt by itself, eager and in one piece."""
+    alone = engine(plan("eager", "eager", has_verify=False), chunk=16, max_extend_tokens=48)
+    return [alone.generate([request])[0].token_ids for request in requests()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (plan("none", "none", has_verify=False), {"mixes": False}),
+        (plan("full", "breakable", has_verify=False), {}),
+        (plan("breakable", "eager", has_verify=False), {}),
+        (plan("none", "none", has_verify=False), {"max_total_tokens": 48}),
+        (plan("none", "none", has_verify=False), {"max_total_tokens": 48, "mixes": False}),
+        (ONE_BY_ONE, {"max_requests": 1}),
+    ],
+)
+def test_tokens_are_those_of_each_prompt_alone(
+    asked: object, options: dict[str, Any], expected: list[tuple[int, ...]]
+) -> None:
+    """Batched, chunked, mixed with decoding, retracted for want of slots, captured or not."""
+    one = engine(asked, **options)
+    outputs = one.generate(requests())
+    assert [output.token_ids for output in outputs] == expected
+    assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+    assert_nothing_is_held(one)
+    modes = {key.mode for key in one.runner.log.counts}
+    mixed = options.get("mixes", True) and options.get("max_requests") != 1
+    assert (ForwardMode.MIXED in modes) == mixed
+    if "max_total_tokens" in options:
+        assert one.scheduler.num_retractions > 0
+
+
+def test_events_come_token_by_token_and_end_once() -> None:
+    one = engine()
+    events: dict[str, list[TokenEvent]] = {}
+    for event in one.stream(requests()):
+        events.setdefault(event.request_id, []).append(event)
+    assert set(events) == {f"request {index}" for index in range(len(LENGTHS))}
+    for of_one in events.values():
+        assert [event.finish_reason for event in of_one] == [None] * 5 + [FinishReason.LENGTH]
+    assert_nothing_is_held(one)
+
+
+def test_a_consumer_that_stops_early_leaves_nothing_behind() -> None:
+    one = engine()
+    stream = one.stream(requests())
+    next(stream)
+    stream.close()
+    assert_nothing_is_held(one)
+    assert len(one.generate(requests())) == len(LENGTHS)
+
+
+def test_a_stop_token_ends_a_request_and_is_not_in_its_output(expected: list[tuple[int, ...]]) -> None:
+    one = engine()
+    stop = expected[0][2]
+    output = one.generate(
+        [GenerationRequest(prompt_ids=prompts()[0], stop_token_ids=frozenset({stop}), max_new_tokens=6)]
+    )[0]
+    assert output.finish_reason is FinishReason.STOP_TOKEN
+    assert output.token_ids == expected[0][: expected[0].index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (GenerationRequest(prompt_ids=[]), BatchError, "empty"),
+        (GenerationRequest(prompt_ids=[1, 64]), BatchError, "token_ids holds 64; ids are 0 to 63"),
+        (GenerationRequest(prompt_ids=[-1]), BatchError, "-1"),
+        (GenerationRequest(prompt_ids=[1] * 48, max_new_tokens=1), ConfigError, "over max_context"),
+        (GenerationRequest(prompt_ids=[1] * 30, max_new_tokens=11), ConfigError, "over the KV pool"),
+        (GenerationRequest(prompt_ids=[1], max_new_tokens=4, stop_texts=("x",)), ConfigError, "tokenizer"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_refused_and_takes_nothing_with_it(
+    request_: GenerationRequest, error: type[Exception], words: str
+) -> None:
+    one = engine(max_total_tokens=40)
+    good = GenerationRequest(prompt_ids=[1, 2], max_new_tokens=2)
+    with pytest.raises(error, match=words):
+        one.generate([good, request_])
+    assert_nothing_is_held(one)
+    assert len(one.generate([good])[0].token_ids) == 2
+
+
+def test_nan_logits_end_one_request_by_name_and_no_other(expected: list[tuple[int, ...]]) -> None:
+    model = tiny_model()
+    model.embed_tokens.weight[63] = torch.nan
+    runner = ModelRunner.ready(model, plan=plan("full", "breakable", has_verify=False), options=OPTIONS)
+    one = OfflineEngine(runner, options=EngineOptions(chunk_tokens=7))
+    bad = GenerationRequest(prompt_ids=[5, 63, 7], max_new_tokens=6, request_id="bad")
+    outputs = one.generate([*requests()[:2], bad, *requests()[2:]])
+    assert outputs[2].finish_reason is FinishReason.ERROR
+    assert "'bad'" in str(outputs[2].error)
+    assert outputs[2].token_ids == ()
+    assert [output.token_ids for index, output in enumerate(outputs) if index != 2] == expected
+    assert_nothing_is_held(one)
+
+
+@pytest.mark.parametrize("at_event", [1, 5, 12])
+def test_ctrl_c_leaves_pools_consistent(at_event: int) -> None:
+    one = engine()
+    seen: list[TokenEvent] = []
+
+    def interrupt(event: TokenEvent) -> None:
+        seen.append(event)
+        if len(seen) == at_event:
+            signal.raise_signal(signal.SIGINT)
+
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
+        one.generate(requests(), on_event=interrupt)
+    assert_nothing_is_held(one)
+    assert len(one.generate(requests())) == len(LENGTHS)
+
+
+def test_ctrl_c_inside_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between taking slots and noting whose they are, an interrupt would lose them."""
+    one = engine()
+    one.add(GenerationRequest(prompt_ids=[1, 2, 3], max_new_tokens=3))
+    forward = one.runner.forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(one.runner, "forward", interrupted)
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
+        one.step()
+    monkeypatch.undo()
+    running = one.scheduler.running[0]
+    assert running.req.num_computed_tokens == 3
+    assert running.num_new_tokens == 1
+    while one.has_work:
+        one.step()
+    assert_nothing_is_held(one)
+
+
+def test_a_forward_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine()
+    one.add(GenerationRequest(prompt_ids=[1, 2, 3], max_new_tokens=3))
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(one.runner, "forward", failing)
+    with pytest.raises(RuntimeError, match="device lost"):
+        one.step()
+    monkeypatch.undo()
+    while one.has_work:
+        one.step()
+    assert_nothing_is_held(one)
+
+
+class Letters:
+    """A tokenizer of one letter for each token; token 60 is half of a two-token character."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        text = "".join(chr(ord("a") + one) if one < 26 else "\ufffd" for one in ids)
+        return text.replace("\ufffd\ufffd", "é")
+
+
+def text_stream(*stops: str) -> TextStream:
+    return TextStream(Tokenizer(backend=Letters()), stops)
+
+
+def test_text_is_held_back_inside_a_character() -> None:
+    stream = text_stream()
+    assert [stream.push(one) for one in (0, 60, 60, 1)] == ["a", "", "é", "b"]
+    assert stream.text == "aéb"
+    assert stream.push(60) == ""
+    assert stream.flush() == "\ufffd"
+
+
+def test_a_stop_text_over_several_tokens_is_never_handed_out() -> None:
+    stream = text_stream("cd", "xyz")
+    assert [stream.push(one) for one in (0, 23, 24, 0)] == ["a", "", "", "xya"]
+    assert [stream.push(2), stream.push(3)] == ["", ""]
+    assert stream.has_stopped
+    assert stream.flush() == ""
+    assert stream.text == "axya"
+
+
+def test_what_looked_like_the_beginning_of_a_stop_text_comes_at_the_end() -> None:
+    stream = text_stream("cd")
+    assert stream.push(2) == ""
+    assert stream.flush() == "c"
+
+
+@pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-moe"])
+def test_hybrid_and_expert_models_give_the_same_tokens_and_their_window_slots_come_back(shape: str) -> None:
+    """With a window smaller than the prompts, slots of the window pool are used several times over."""
+    model = random_decoder(named_shape(shape), device="cpu", dtype=torch.float32, seed=1)
+    options = dataclasses.replace(OPTIONS, window_fraction=1.0)
+    found = []
+    for asked in (plan("eager", "eager", has_verify=False), plan("none", "none", has_verify=False)):
+        one = OfflineEngine(
+            ModelRunner.ready(model, plan=asked, options=options), options=EngineOptions(chunk_tokens=7)
+        )
+        found.append([output.token_ids for output in one.generate(requests())])
+        assert_nothing_is_held(one)
+    assert found[0] == found[1]

@@ -1,0 +1,111 @@
+"""The command generate: text on stdout, what ran on stderr, exit codes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sgl_piecewise import cli
+from sgl_piecewise.console import EXIT_INTERRUPTED, EXIT_REQUEST
+from sgl_piecewise.generation.engine import OfflineEngine
+from sgl_piecewise.models.weights.random import random_decoder
+
+from .support import ctrl_c_raises
+
+SMALL = ("--device", "cpu", "--max-context", "48", "--max-extend-tokens", "8", "--max-requests", "2")
+QUICK = ("tiny", *SMALL, "--layers", "1", "--max-new-tokens", "4")
+GRAPHS_OFF = ("--decode", "none", "--extend", "none")
+
+
+def invoke(*arguments: str) -> Result:
+    """Runs ``sgl-piecewise generate`` in this process."""
+    return CliRunner().invoke(cli.app, ["generate", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def message_of(result: Result) -> str:
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def test_tokens_are_the_same_with_graphs_and_without_and_the_closing_line_says_what_ran() -> None:
+    prompts = ("--prompt-ids", "1,2,3", "--prompt-ids", "4,5,6,7,8,9,10")
+    with_graphs, without = invoke(*QUICK, *prompts), invoke(*QUICK, *GRAPHS_OFF, *prompts)
+    assert with_graphs.exit_code == 0, with_graphs.stderr
+    assert with_graphs.stdout == without.stdout
+    assert re.search(r"prompt 1 \(length\): (\d+ ){4}\nprompt 2", with_graphs.stdout)
+    assert "emulated: times say nothing about a GPU" in with_graphs.stderr
+    assert "by decode full" in with_graphs.stderr
+    assert "by extend breakable" in with_graphs.stderr
+    assert "mixed by extend none" in without.stderr
+
+
+def test_a_plan_file_is_followed_and_the_command_line_is_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[modes.decode]\nstrategy = "eager"\n[modes.extend]\nstrategy = "none"\n')
+    result = invoke(*QUICK, "--prompt-ids", "1,2", "--plan", str(path), "--extend", "eager", "--explain")
+    assert result.exit_code == 0, result.stderr
+    assert "3 decode by eager; 1 extend by eager" in result.stderr
+    assert "not decode: switched_off" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "There is no prompt"),
+        (("--prompt", "Hello"), "has no tokenizer"),
+        (("--prompt-ids", "1,x"), "whole numbers"),
+        (("--prompt-ids", ""), "empty"),
+        (("--prompt-ids", "256"), "ids are 0 to 255"),
+        (("--prompt-ids", ",".join(["1"] * 48)), "over max_context"),
+        (("--prompt-ids", "1", "--decode", "ful"), "did you mean 'full'"),
+        (("--prompt-ids", "1", "--decode-attention", "tritn"), "did you mean 'triton'"),
+        (("--prompt-ids", "1", "--temperature", "-1"), "temperature"),
+        (("--prompt-ids", "1", "--max-requests", "0"), "max_requests"),
+        (("--prompt-ids", "1", "--max-context", "99999"), "4096 positions"),
+        (("--prompt-ids", "1", "--plan", "missing.toml"), "cannot be read"),
+        (("--prompt-ids", "1", "--max-new-tokens", "0"), "max_new_tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_message_and_exit_code_2(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    result = invoke(*QUICK, *GRAPHS_OFF, *arguments)
+    assert result.exit_code == EXIT_REQUEST
+    assert words in message_of(result)
+
+
+def test_nan_logits_make_the_exit_code_1_and_name_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        model = random_decoder(*args, **kwargs)
+        model.embed_tokens.weight[7] = float("nan")
+        return model
+
+    monkeypatch.setattr("sgl_piecewise.models.loading.random_decoder", broken)
+    result = invoke(*QUICK, *GRAPHS_OFF, "--prompt-ids", "1,2", "--prompt-ids", "1,7")
+    assert result.exit_code == cli.EXIT_WRONG
+    assert "prompt 2 (error)" in result.stdout
+    assert "The logits of request 'prompt 2' hold NaN" in message_of(result)
+
+
+def test_ctrl_c_shows_what_came_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = OfflineEngine.step
+    steps = 0
+
+    def interrupted(self: OfflineEngine) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(OfflineEngine, "step", interrupted)
+    with ctrl_c_raises():
+        result = invoke(*QUICK, *GRAPHS_OFF, "--prompt-ids", "1,2", "--prompt-ids", "3")
+    assert result.exit_code == EXIT_INTERRUPTED
+    assert re.search(r"prompt 1 \(interrupted\): (\d+ ){2}\n", result.stdout)
+    assert "4 tokens" in result.stderr
