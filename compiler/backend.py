@@ -26,7 +26,7 @@ from sgl_piecewise.runtime.mark_operator import is_marked_call
 from sgl_piecewise.runtime.time_line import NotedSpan, span
 
 from .dropin import DropIn
-from .layer_runner import layer_runner_for
+from .layer_runner import with_layer_runner
 from .layer_tracing import is_layer_call
 from .options import CompileOptions, options_from
 from .piece_builds import num_operators, recorded_compiler
@@ -116,7 +116,7 @@ def compile_graph(
             forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
         forward = refusing_capture(forward, findings)
         if has_layers:
-            forward = layer_runner_for(partial(compile_graph, options=options)).around(forward)
+            forward = with_layer_runner(forward, partial(compile_graph, options=options))
         return forward if drop_in is None else drop_in.wrap(forward)
 
 

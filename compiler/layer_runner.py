@@ -93,9 +93,13 @@ def current_layer_runner() -> LayerRunner:
     return runner
 
 
-def layer_runner_for(backend: Backend) -> LayerRunner:
-    """Returns the runner that a forward compiled now is to use: the present one, or else a new one."""
-    return _RUNNER.get() or LayerRunner(backend)
+def with_layer_runner(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """Returns a forward, compiled now, whose shared layers have a runner.
+
+    One that is present now will be present at every call, and the forward must not hold it: guards of layers hold
+    the stack that they were made on, with the code of the forward in it, and all would live for ever.
+    """
+    return forward if _RUNNER.get() is not None else LayerRunner(backend).around(forward)
 
 
 def _call_layer(forward: Any, layer: Any, args: Any, kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -121,9 +122,12 @@ class TracedFunction:
         self.name = name
         self._function = torch_private_entries.with_own_code(function, name)
         self._parameters = tuple(inspect.signature(function).parameters)
-        self._compiled = torch.compile(self._function, backend=self._counted(backend), fullgraph=True)
+        held: list[list[Callable[..., Any]]] = []
+        self._compiled = torch.compile(
+            self._function, backend=_counted(backend, state, is_layer, held), fullgraph=True
+        )
+        weakref.finalize(self, _release, self._function.__code__, held)
         self._state = state
-        self._is_layer = is_layer
         self._entries: list[torch_private_entries.CompiledEntry] = []
         self._trusted: dict[Any, Callable[..., Any]] = {}
         self._epoch = -1
@@ -215,31 +219,50 @@ class TracedFunction:
                 self._entries[0].failed_guard(named) or self._entries[-1].failed_guard(named),
             )
 
-    def _counted(self, backend: Backend) -> Backend:
-        def counted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            if self._is_layer:
-                self._state.counts.num_layer_traces += 1
-            else:
-                self._state.counts.num_traces += 1
-            with self._state.clock.phase(COMPILE_PIECES):
-                forward = backend(gm, example_inputs)
-            return self._with_first_run(forward)
 
-        return counted
+# Dynamo keeps what it compiled by a name in our module until its code dies, and code lives in its own table and in
+# the stacks that guards of other compiles note. So what it keeps may not lead back to the function, and is empty
+# once the function is gone.
 
-    def _with_first_run(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Lets the clock know when Dynamo is done, and what it was called for begins."""
-        has_run = False
 
-        def run(*args: Any) -> Any:
-            nonlocal has_run
-            if has_run:
-                return forward(*args)
-            has_run = True
-            with self._state.clock.phase(FIRST_RUN), span(FIRST_RUN, "warm_up"):
-                return forward(*args)
+def _release(code: types.CodeType, held: list[list[Callable[..., Any]]]) -> None:
+    """Frees what was compiled for a function that is gone: graphs, handles, and the model that they hold."""
+    torch_private_entries.forget_compiles(code)
+    for forward in held:
+        forward.clear()
 
-        return run
+
+def _counted(
+    backend: Backend, state: CompileState, is_layer: bool, held: list[list[Callable[..., Any]]]
+) -> Backend:
+    """Returns a backend that counts its traces, tells the clock what the time goes into, and notes what it made."""
+
+    def counted(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if is_layer:
+            state.counts.num_layer_traces += 1
+        else:
+            state.counts.num_traces += 1
+        with state.clock.phase(COMPILE_PIECES):
+            forward = [backend(gm, example_inputs)]
+        held.append(forward)
+        return _with_first_run(forward, state)
+
+    return counted
+
+
+def _with_first_run(forward: list[Callable[..., Any]], state: CompileState) -> Callable[..., Any]:
+    """Lets the clock know when Dynamo is done, and what it was called for begins."""
+    has_run = False
+
+    def run(*args: Any) -> Any:
+        nonlocal has_run
+        if has_run:
+            return forward[0](*args)
+        has_run = True
+        with state.clock.phase(FIRST_RUN), span(FIRST_RUN, "warm_up"):
+            return forward[0](*args)
+
+    return run
 
 
 def ready_to_trace(value: torch.Tensor, dynamic_dims: Sequence[int], state: CompileState) -> torch.Tensor:

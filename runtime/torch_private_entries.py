@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import decorators, exc
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -60,6 +60,11 @@ def with_own_code(function: types.FunctionType, name: str) -> types.FunctionType
     """Returns a function whose compiles are kept apart from those of the original, under a name of its own."""
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def forget_compiles(code: types.CodeType) -> None:
+    """Drops what Dynamo made of a code object, which holds the model; Dynamo itself does so in a full reset only."""
+    reset_code(code)
 
 
 def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
