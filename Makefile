@@ -31,8 +31,11 @@ help:
 compare: $(READY)
 	$(PY) -m sgl_piecewise compare $(ARGS)
 
+# Two processes on a machine with two cores; where pytest-xdist is missing, one: ARGS="..." NUM_PROCESSES=
+NUM_PROCESSES ?= $(shell $(PY) -c 'import importlib.util as u, os; print(min(os.cpu_count() or 1, 8) if u.find_spec("xdist") else "")' 2>/dev/null)
+
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(if $(NUM_PROCESSES),-n $(NUM_PROCESSES)) $(ARGS)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow --timeout 600 $(ARGS)

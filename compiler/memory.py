@@ -53,7 +53,7 @@ def memory_estimate(
         def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             traced: Callable[..., Any] = gm.forward
             copy = GraphModule(gm, _copied(gm))
-            found.append(run_passes(copy, example_inputs, pipeline()).meta[MEMORY])
+            found.append(run_passes(copy, example_inputs, pipeline(estimates_memory=True)).meta[MEMORY])
             return traced
 
         with explained_tracing_errors():

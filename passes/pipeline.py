@@ -23,14 +23,21 @@ Pass = Callable[[GraphModule, Sequence[Any]], GraphModule]
 
 
 def pipeline(
-    *, options_text: str = "", fusions: Sequence[str] = (), dump_folder: Path | None = None
+    *,
+    options_text: str = "",
+    fusions: Sequence[str] = (),
+    dump_folder: Path | None = None,
+    estimates_memory: bool = False,
 ) -> list[Pass]:
     """Returns the passes for one compile.
 
     Args:
         options_text: What else decides how a piece is compiled, for the key of equal pieces.
         fusions: Names of numerics-changing passes to run.
-        dump_folder: Where the graph is written before the first pass and after each; None writes nothing.
+        dump_folder: Where the graph is written before the first pass and after each, and what it will need of
+            memory; None writes nothing.
+        estimates_memory: Whether memory is estimated though nothing is written: a build does not wait for what
+            nobody reads.
     """
     passes: list[tuple[str, Pass]] = [
         ("drop_shape_only", drop_shape_only),
@@ -38,8 +45,9 @@ def pipeline(
         ("split_at_marks", split_at_marks),
         ("deduplicate", partial(deduplicate, options_text=options_text)),
         ("validate", validate),
-        ("estimate_memory", estimate_memory),
     ]
+    if estimates_memory or dump_folder is not None:
+        passes.append(("estimate_memory", estimate_memory))
     if dump_folder is None:
         return [one for _, one in passes]
     return list(_with_dumps(passes, dump_folder))

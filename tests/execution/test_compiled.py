@@ -27,7 +27,11 @@ def compiled_plan(decode: str, extend: str, compiler: str) -> ExecutionPlan:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "decode", "extend"), [("fx", "full", "breakable"), ("inductor", "full", "breakable")]
+    ("compiler", "decode", "extend"),
+    [
+        ("fx", "full", "breakable"),
+        pytest.param("inductor", "full", "breakable", marks=pytest.mark.slow),  # A minute on two cores.
+    ],
 )
 def test_compiled_forwards_give_what_uncompiled_ones_give(compiler: str, decode: str, extend: str) -> None:
     reference = Walk(make_runner(plan("none", "none"))).play()
