@@ -1,4 +1,4 @@
-"""Writes the file tree of README.md from the first line of each module's docstring.
+"""Writes the trees of README.md (folders) and docs/files.md (every file) from the first line of each docstring.
 
 A tree kept by hand is wrong after a week. ``make format`` runs this; a test compares.
 """
@@ -28,15 +28,15 @@ def phrase(path: Path) -> str:
     return re.split(r"(?<=[^.])\.(?:\s|$)", first)[0].replace("``", "")
 
 
-def tree_lines(folder: Path, indent: str = "") -> list[str]:
-    """Returns one line per folder and module; a folder's phrase is that of its ``__init__.py``."""
+def tree_lines(folder: Path, indent: str = "", *, has_files: bool) -> list[str]:
+    """Returns one line per folder and, if asked, per module; a folder's phrase is that of its ``__init__.py``."""
     init = folder / "__init__.py"
     lines = [_line(f"{indent}{folder.name}/", phrase(init) if init.exists() else "")]
     indent += "  "
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir() and (path / "__init__.py").exists():
-            lines += tree_lines(path, indent)
-        elif path.suffix == ".py" and path.name != "__init__.py":
+            lines += tree_lines(path, indent, has_files=has_files)
+        elif has_files and path.suffix == ".py" and path.name != "__init__.py":
             lines.append(_line(indent + path.name, phrase(path)))
     return lines
 
@@ -45,15 +45,19 @@ def _line(name: str, what: str) -> str:
     return f"{name:<28} {what}".rstrip()
 
 
-def updated_readme(text: str) -> str:
-    """Returns the README with the tree as it is now."""
+def updated(text: str, *, has_files: bool) -> str:
+    """Returns a document with the tree between its marks as it is now."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = [line for folder in FOLDERS for line in tree_lines(ROOT / folder)]
+    lines = [line for folder in FOLDERS for line in tree_lines(ROOT / folder, has_files=has_files)]
     lines += [_line(name, what) for name, what in OTHERS.items()]
     return before + BEGIN + "\n".join(lines) + "\n" + END + after
 
 
+DOCUMENTS = {ROOT / "README.md": False, ROOT / "docs" / "files.md": True}
+"""Each document, and whether its tree names files."""
+
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(updated_readme(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for document, names_files in DOCUMENTS.items():
+        old = document.read_text(encoding="utf-8")
+        document.write_text(updated(old, has_files=names_files), encoding="utf-8")

@@ -307,12 +307,13 @@ def test_examples_of_capture_semantics_do_what_they_say() -> None:
     assert num_raising >= 4
 
 
-def test_file_tree_of_the_readme_is_up_to_date() -> None:
+def test_file_trees_of_documents_are_up_to_date() -> None:
     """`make format` writes it."""
     spec = importlib.util.spec_from_file_location("file_tree", ROOT / "scripts" / "file_tree.py")
     assert spec is not None
     assert spec.loader is not None
     file_tree = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(file_tree)
-    readme = (ROOT / "README.md").read_text()
-    assert file_tree.updated_readme(readme) == readme, "run `make format`"
+    for document, names_files in file_tree.DOCUMENTS.items():
+        text = document.read_text(encoding="utf-8")
+        assert file_tree.updated(text, has_files=names_files) == text, "run `make format`"
