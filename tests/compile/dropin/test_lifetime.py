@@ -330,7 +330,9 @@ def test_two_threads_use_one_compiled_model() -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-    assert total("num_replays") > 20
+    # How many calls of one thread run while the other captures is chance; every call is one or the other.
+    assert total("num_replays") > 0
+    assert total("num_replays") + sum(without_graph().values()) == 41
 
 
 # Gradients and outer captures ----------------------------------------------------------------------
