@@ -38,7 +38,7 @@ test: $(READY)
 	$(PY) -m pytest $(if $(NUM_PROCESSES),-n $(NUM_PROCESSES)) $(ARGS)
 
 test-slow: $(READY)
-	$(PY) -m pytest -m slow --timeout 600 $(ARGS)
+	$(PY) -m pytest -m slow --timeout 600 $(if $(NUM_PROCESSES),-n $(NUM_PROCESSES)) $(ARGS)
 
 check: lint types layers test test-slow
 
