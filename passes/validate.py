@@ -58,6 +58,7 @@ class Finding:
         remedy: What to do instead.
         line: Where it stands in the user's source.
         piece: The piece it is in, or None where it stands between pieces.
+        is_host_data: Whether it brings numbers of the source to the device, which a compiler may bake into its code.
     """
 
     what: str
@@ -65,6 +66,7 @@ class Finding:
     remedy: str
     line: UserLine
     piece: str | None
+    is_host_data: bool = False
 
     def __str__(self) -> str:
         return f"{self.line}: {self.what} cannot be captured: {self.why}. {self.remedy}"
@@ -148,11 +150,18 @@ def _alone(gm: GraphModule, node: Node) -> GraphModule:
 def _check(
     piece: GraphModule, examples: list[Any], name: str | None, found: dict[tuple[str, str, str], Finding]
 ) -> None:
-    def note(node: Node, refusal: Refusal) -> None:
+    def note(node: Node, refusal: Refusal, is_host_data: bool = False) -> None:
         line = traced_user_line(node.stack_trace)
         found.setdefault(
             (line.place, refusal.what, refusal.why),
-            Finding(what=refusal.what, why=refusal.why, remedy=refusal.remedy, line=line, piece=name),
+            Finding(
+                what=refusal.what,
+                why=refusal.why,
+                remedy=refusal.remedy,
+                line=line,
+                piece=name,
+                is_host_data=is_host_data,
+            ),
         )
 
     on_device = any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in examples)
@@ -161,10 +170,11 @@ def _check(
         if not torch_private.is_overload(func):
             return
         refusal = _crossing(func, args, kwargs, result) if on_device else None
-        if refusal is None and not (on_device and func._schema.name == "aten::lift_fresh"):
+        is_lift = func._schema.name == "aten::lift_fresh"
+        if refusal is None and not (on_device and is_lift):
             refusal = refusal_of(func, args, kwargs)
         if refusal is not None:
-            note(node, refusal)
+            note(node, refusal, is_lift or refusal.why == _FROM_HOST)
 
     for node in piece.graph.nodes:
         for refusal in _calls_refused(node):

@@ -220,3 +220,18 @@ def test_user_line_of_a_stack_skips_what_is_not_the_users() -> None:
         "return self.linear(x)",
     )
     assert traced_user_line(None).place == "an unknown line"
+
+
+def test_numbers_that_inductor_bakes_into_its_kernels_are_no_findings() -> None:
+    """Falcon indexes with a list: as FX that is a copy from the host, in a kernel it is a constant."""
+
+    def pick(x: torch.Tensor) -> torch.Tensor:
+        return x[:, [-2]] * 2 + torch.tensor([1.0])
+
+    for compiler in ("fx", "inductor"):
+        forward = compiled(pick, piece_compiler=compiler)
+        if compiler == "inductor":
+            assert torch.equal(capture(forward, (X,))(X), pick(X))
+        else:
+            with pytest.raises(CaptureForbiddenError, match="made from host data"):
+                capture(forward, (X,))
