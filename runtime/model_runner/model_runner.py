@@ -192,7 +192,7 @@ class ModelRunner:
         self._stages.begin(Stage.ATTENTION)
         self._translator = KVIndexTranslator(self.pool, self.allocator, self.req_to_token)
         layers = self.model.attention_layers
-        limits = plan_limits(self.plan, self._sizes, self.options)
+        limits = plan_limits(self._sizes, self.options)
         self.attention: dict[str, PagedAttention] = {
             name: build_attention_backend(name, layers, limits=limits)
             for name in {self.plan.prefill_attention, self.plan.decode_attention}

@@ -69,7 +69,7 @@ def capture_sizes(plan: ExecutionPlan, options: RunnerOptions) -> CaptureSizes:
     return CaptureSizes(requests=requests, tokens=tokens, request_slots=slots, rows=rows_of)
 
 
-def plan_limits(plan: ExecutionPlan, sizes: CaptureSizes, options: RunnerOptions) -> PlanLimits:
+def plan_limits(sizes: CaptureSizes, options: RunnerOptions) -> PlanLimits:
     """Returns the largest batch that attention is planned for, padding included."""
     most_requests = [options.max_requests, sizes.request_slots or 0]
     most_requests += [of_mode[-1] for of_mode in sizes.requests.values()]
