@@ -24,7 +24,7 @@ Forward = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapeKey:
+class GraphKey:
     """One shape that a runner captures.
 
     Attributes:
@@ -51,8 +51,8 @@ class BuildLog:
         failures: By shape, why it has none.
     """
 
-    records: dict[ShapeKey, BuildRecord] = field(default_factory=dict)
-    failures: dict[ShapeKey, str] = field(default_factory=dict)
+    records: dict[GraphKey, BuildRecord] = field(default_factory=dict)
+    failures: dict[GraphKey, str] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -96,19 +96,19 @@ class GraphBackend(abc.ABC):
         """Plans attention for a batch that is padded to a built shape."""
 
     @abc.abstractmethod
-    def build(self, key: ShapeKey, forward: Forward) -> None:
+    def build(self, key: GraphKey, forward: Forward) -> None:
         """Makes one shape ready; a failure is logged, with its reason, and the shape has no graph."""
 
     @abc.abstractmethod
-    def is_built(self, key: ShapeKey) -> bool:
+    def is_built(self, key: GraphKey) -> bool:
         """Whether the shape can be run."""
 
-    def why_not(self, key: ShapeKey) -> str:
+    def why_not(self, key: GraphKey) -> str:
         """Returns why a shape is not built, for a reader."""
         return self.log.failures.get(key, "it was not captured, or was freed")
 
     @abc.abstractmethod
-    def run(self, key: ShapeKey) -> Any:
+    def run(self, key: GraphKey) -> Any:
         """Runs a built shape.
 
         Returns:

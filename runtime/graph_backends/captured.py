@@ -18,7 +18,7 @@ from ..batch.forward_batch import ForwardBatch
 from ..capture.captured import CapturedCallable
 from ..capture.device import GraphPool
 from ..capture.entry import capture
-from .base import Forward, GraphBackend, ShapeKey
+from .base import Forward, GraphBackend, GraphKey
 
 _logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class CapturedGraphBackend(GraphBackend):
         is_debug: bool = False,
     ) -> None:
         super().__init__(pool, static_tensors, is_debug=is_debug)
-        self.graphs: dict[ShapeKey, CapturedCallable] = {}
+        self.graphs: dict[GraphKey, CapturedCallable] = {}
 
-    def build(self, key: ShapeKey, forward: Forward) -> None:
+    def build(self, key: GraphKey, forward: Forward) -> None:
         try:
             captured = capture(
                 forward,
@@ -59,14 +59,14 @@ class CapturedGraphBackend(GraphBackend):
         self.graphs[key] = captured
         self.log.records[key] = captured.build
 
-    def _note_failure(self, key: ShapeKey, reason: str) -> None:
+    def _note_failure(self, key: GraphKey, reason: str) -> None:
         _logger.warning("no %s graph for %s, such batches run eager: %s", self.name, key, reason)
         self.log.failures[key] = reason
 
-    def is_built(self, key: ShapeKey) -> bool:
+    def is_built(self, key: GraphKey) -> bool:
         return key in self.graphs
 
-    def run(self, key: ShapeKey) -> Any:
+    def run(self, key: GraphKey) -> Any:
         return self.graphs[key]()
 
     def reset(self) -> None:

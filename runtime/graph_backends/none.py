@@ -10,7 +10,7 @@ import torch
 from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import ForwardBatch
 from ..capture.device import GraphPool
-from .base import Forward, GraphBackend, ShapeKey
+from .base import Forward, GraphBackend, GraphKey
 
 
 class NoGraphBackend(GraphBackend):
@@ -26,7 +26,7 @@ class NoGraphBackend(GraphBackend):
         is_debug: bool = False,
     ) -> None:
         super().__init__(pool, static_tensors, is_debug=is_debug)
-        self._forwards: dict[ShapeKey, Forward] = {}
+        self._forwards: dict[GraphKey, Forward] = {}
 
     def plan_for_capture(self, attention: AttentionBackend, batch: ForwardBatch) -> None:
         attention.plan(batch)
@@ -34,13 +34,13 @@ class NoGraphBackend(GraphBackend):
     def plan_for_run(self, attention: AttentionBackend, batch: ForwardBatch) -> None:
         attention.plan(batch)
 
-    def build(self, key: ShapeKey, forward: Forward) -> None:
+    def build(self, key: GraphKey, forward: Forward) -> None:
         self._forwards[key] = forward
 
-    def is_built(self, key: ShapeKey) -> bool:
+    def is_built(self, key: GraphKey) -> bool:
         return key in self._forwards
 
-    def run(self, key: ShapeKey) -> Any:
+    def run(self, key: GraphKey) -> Any:
         return self._forwards[key]()
 
     def reset(self) -> None:

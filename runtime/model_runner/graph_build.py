@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..graph_backends.base import GraphBackend, ShapeKey
+from ..graph_backends.base import GraphBackend, GraphKey
 from ..kv.capacity import CapacityCheck
 
 
@@ -36,7 +36,7 @@ def count_graphs(backends: tuple[GraphBackend, ...]) -> int:
 
 def collect_failures(backends: tuple[GraphBackend, ...]) -> dict[str, str]:
     """Returns why shapes have no graph, by shape."""
-    failures: dict[ShapeKey, str] = {}
+    failures: dict[GraphKey, str] = {}
     for backend in backends:
         failures |= backend.log.failures
     return {str(key): reason for key, reason in failures.items()}

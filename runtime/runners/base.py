@@ -19,7 +19,7 @@ from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import BatchRunner, ForwardBatch
 from ..batch.real_tokens import RealTokens, TokenLayout
 from ..context import ForwardContext, use_forward_context
-from ..graph_backends.base import GraphBackend, ShapeKey
+from ..graph_backends.base import GraphBackend, GraphKey
 from .execution import Execution, Extent, Reason, Refusal
 from .logits import ForwardLogits, logits_of_ragged, logits_of_rows
 from .padding_policy import PaddingPolicy
@@ -118,7 +118,7 @@ class GraphRunner(Runner):
         """Where its graphs are."""
 
     def _build_one(
-        self, backend: GraphBackend, key: ShapeKey, batch: ForwardBatch, forward: Callable[[], Any]
+        self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch, forward: Callable[[], Any]
     ) -> None:
         """Builds one shape on a padded stand-in batch."""
         attention = self.parts.attention_for(batch)
@@ -126,7 +126,7 @@ class GraphRunner(Runner):
         with use_forward_context(context_of(batch, attention)):
             backend.build(key, forward)
 
-    def _run_one(self, backend: GraphBackend, key: ShapeKey, batch: ForwardBatch) -> Any:
+    def _run_one(self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch) -> Any:
         attention = self.parts.attention_for(batch)
         backend.plan_for_run(attention, batch)
         with use_forward_context(context_of(batch, attention)):

@@ -18,7 +18,7 @@ from ..batch.real_tokens import TokenLayout
 from ..batch.static_buffers import StaticBatchBuffers
 from ..capture.sizes import padded_size
 from ..errors import ConfigError
-from ..graph_backends.base import GraphBackend, ShapeKey
+from ..graph_backends.base import GraphBackend, GraphKey
 from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts
 from .compiling import HiddenStates
 from .execution import Reason, Refusal
@@ -43,9 +43,9 @@ class DecodeFamily:
     backend: GraphBackend
     hidden_states: HiddenStates
 
-    def key(self, size: int) -> ShapeKey:
+    def key(self, size: int) -> GraphKey:
         """Returns the shape with so many requests."""
-        return ShapeKey(mode=self.mode, num_requests=size, num_tokens=size * self.num_tokens_per_req)
+        return GraphKey(mode=self.mode, num_requests=size, num_tokens=size * self.num_tokens_per_req)
 
 
 class DecodeRunner(GraphRunner):

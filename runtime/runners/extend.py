@@ -20,7 +20,7 @@ from ..batch.real_tokens import TokenLayout
 from ..batch.static_buffers import StaticBatchBuffers
 from ..capture.sizes import padded_size
 from ..errors import ConfigError
-from ..graph_backends.base import GraphBackend, ShapeKey
+from ..graph_backends.base import GraphBackend, GraphKey
 from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts, forward_logits
 from .compiling import HiddenStates
 from .execution import Reason, Refusal
@@ -136,8 +136,8 @@ class ExtendRunner(GraphRunner):
             logits=forward_logits(self.parts, padded, hidden_TE),
         )
 
-    def _key(self, size: int) -> ShapeKey:
-        return ShapeKey(mode=GRAPH_MODE, num_requests=self._slots, num_tokens=size)
+    def _key(self, size: int) -> GraphKey:
+        return GraphKey(mode=GRAPH_MODE, num_requests=self._slots, num_tokens=size)
 
     def _pad(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         padded = pad_batch(batch, batch_size=self._slots, num_tokens=size, storage=self.buffers)
