@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from ..attention.plan import PlanLimits
 from ..batch.forward_mode import ForwardMode
 from ..batch.padding import padded_batch_size, padded_num_tokens
 from ..capture.device import GraphPool
+from ..capture.statics import StaticTensorMap
 from ..graph_backends.registry import make_graph_backend
 from ..runners.base import RunnerParts
 from ..runners.compiling import CompiledForwards
@@ -21,8 +19,6 @@ from ..runners.plan import EAGER, ExecutionPlan, ModeStrategy
 from .options import RunnerOptions
 
 _UNIFORM_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND)
-
-StaticTensorMap = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
