@@ -6,7 +6,6 @@ Inductor stands the cache on disk too. This module must not know how pieces are 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
@@ -31,17 +30,10 @@ from .piece_key import environment_key, environment_of, piece_key
 
 _logger = logging.getLogger(__name__)
 
-_NUM_KEPT = 1000
 _NUM_NAMED_OPERATORS = 6
 _KERNEL = re.compile(r"^(\w+) = async_compile\.|\b(extern_kernels\.\w+)\(", re.MULTILINE)
 
 _watchers: list[list[PieceBuild]] = []
-_recent: collections.deque[PieceBuild] = collections.deque(maxlen=_NUM_KEPT)
-
-
-def recent_piece_builds() -> tuple[PieceBuild, ...]:
-    """Returns the pieces that this process compiled, the newest last; at most a thousand."""
-    return tuple(_recent)
 
 
 @contextlib.contextmanager
@@ -180,7 +172,6 @@ def _record(
         key=key, piece=_name_of(piece), cache=cache, compile_s=compile_s, num_operators=num_operators(piece)
     )
     noted.note(key=key, cache=cache, num_operators=build.num_operators)
-    _recent.append(build)
     for builds in _watchers:
         builds.append(build)
 

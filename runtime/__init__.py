@@ -1,1 +1,1 @@
-"""The runtime: mark, capture, context, attention. It never imports ``compiler`` or ``models``."""
+"""The runtime: the mark, capture, and the execution layer over it. It never imports ``compiler`` or ``models``."""

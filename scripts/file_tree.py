@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("sgl_piecewise", "runtime", "models", "passes", "compiler", "scripts")
 OTHERS = {
-    "benchmarks/": "figures of the capture engine and of attention on one GPU, from scripts that write JSON",
+    "benchmarks/": "figures of capture, compiled builds, attention, serving and calls on one GPU, as JSON",
     "tests/": "contract tests, written once for both graph devices; random programs; known faults",
     "docs/": "architecture, capture semantics, glossary, reading order, decisions, faults covered, lab notes, results",
     "constraints.txt": "the pinned versions that `make` installs",

@@ -35,9 +35,17 @@ from .comparison.options import (
 )
 from .comparison.report import check_can_write, write_report
 from .comparison.table import print_report
-from .console import errors_as_messages, progress_bar
-
-EXIT_WRONG = 1
+from .console import (
+    EXIT_WRONG,
+    Depth,
+    DeviceName,
+    DtypeName,
+    MayDownload,
+    ModelName,
+    ShowsTraceback,
+    errors_as_messages,
+    progress_bar,
+)
 
 app = typer.Typer(
     name="sgl-piecewise",
@@ -66,14 +74,9 @@ def _commands(
 
 @app.command()
 def compare(
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
-    ] = DEFAULT_MODEL,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
-    ] = "auto",
+    model: ModelName = DEFAULT_MODEL,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
     strategies: Annotated[str, typer.Option(help="Comma-separated; eager is always among them.")] = ",".join(
         COMMAND_STRATEGIES
     ),
@@ -103,7 +106,7 @@ def compare(
     ] = None,
     inputs: Annotated[int, typer.Option(help="Different inputs at each token count.")] = 2,
     warm_ups: Annotated[int, typer.Option(help="Untimed calls before the rounds of a token count.")] = 1,
-    layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
+    layers: Depth = None,
     launch_segments: Annotated[
         bool | None,
         typer.Option(
@@ -112,10 +115,8 @@ def compare(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random weights, random tokens and orders.")] = 0,
-    download: Annotated[
-        bool, typer.Option("--download/--no-download", help="Whether the default model may be downloaded.")
-    ] = True,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    download: MayDownload = True,
+    traceback: ShowsTraceback = False,
 ) -> None:
     """Compare strategies on a model: values against eager first, then times, builds and memory."""
     with errors_as_messages(traceback):

@@ -17,19 +17,24 @@ from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 
 from .comparison.options import resolve_device, resolve_dtype
-from .console import errors_as_messages, progress_bar
+from .console import (
+    EXIT_WRONG,
+    Depth,
+    DeviceName,
+    DtypeName,
+    MayDownload,
+    ModelName,
+    ShowsTraceback,
+    errors_as_messages,
+    progress_bar,
+)
 from .generation.engine import EngineOptions
 from .generation.printing import TokenPrinter, closing_line
 from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
 
-EXIT_WRONG = 1
-
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
-    ] = DEFAULT_MODEL,
+    model: ModelName = DEFAULT_MODEL,
     prompt: Annotated[list[str] | None, typer.Option(help="A text to continue; may be repeated.")] = None,
     prompt_ids: Annotated[
         list[str] | None, typer.Option(help="Token ids as 1,2,3 in place of a text; may be repeated.")
@@ -47,27 +52,23 @@ def generate(
     extend: Annotated[str | None, typer.Option(help="Strategy of prompts, likewise.")] = None,
     prefill_attention: Annotated[str | None, typer.Option(help="Attention backend of prompts.")] = None,
     decode_attention: Annotated[str | None, typer.Option(help="Attention backend of decoding.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
-    ] = "auto",
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
     max_requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 8,
     max_context: Annotated[int, typer.Option(help="Tokens of one prompt and its output.")] = 1024,
     max_extend_tokens: Annotated[int, typer.Option(help="New tokens of prompts in one forward.")] = 256,
     max_total_tokens: Annotated[
         int | None, typer.Option(help="Tokens in the KV pool. Default: what fits and can be used.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
+    layers: Depth = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Make every captured forward one break: no graph, same path.")
     ] = False,
-    download: Annotated[
-        bool, typer.Option("--download/--no-download", help="Whether the default model may be downloaded.")
-    ] = True,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    download: MayDownload = True,
+    traceback: ShowsTraceback = False,
 ) -> None:
     """Generate text: continuous batching on graphs, and which forward ran how."""
     with errors_as_messages(traceback):

@@ -22,7 +22,16 @@ from sgl_piecewise.runtime.errors import ConfigError
 from .comparison.options import default_sizes, parse_sizes, resolve_device, resolve_dtype
 from .comparison.report import check_can_write
 from .comparison.words import counted, in_words_bytes, in_words_s
-from .console import errors_as_messages, progress_bar
+from .console import (
+    Depth,
+    DeviceName,
+    DtypeName,
+    MayDownload,
+    ModelName,
+    ShowsTraceback,
+    errors_as_messages,
+    progress_bar,
+)
 from .profiling.build import DEFAULT_STRATEGY, ProfileRequest, profile_build
 from .profiling.chrome_trace import chrome_trace
 from .profiling.cold_and_warm import profile_cold_and_warm
@@ -34,17 +43,12 @@ _MAX_KEY_DIGITS = 12
 
 
 def profile(
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
-    ] = DEFAULT_MODEL,
+    model: ModelName = DEFAULT_MODEL,
     strategy: Annotated[
         str, typer.Option(help="What is built: breakable, full, fx_piecewise, tc_piecewise, tc_full, tc, ...")
     ] = DEFAULT_STRATEGY,
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
-    ] = "auto",
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
     capture_sizes: Annotated[
         str | None, typer.Option(help="As 16,32,64 or a range of the default ladder as 4..4096.")
     ] = None,
@@ -71,12 +75,10 @@ def profile(
         list[Path] | None,
         typer.Option(help="Build nothing; show profiles from files. May be given more than once."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Another depth, for random weights only.")] = None,
+    layers: Depth = None,
     seed: Annotated[int, typer.Option(help="Of random weights and tokens.")] = 0,
-    download: Annotated[
-        bool, typer.Option("--download/--no-download", help="Whether the default model may be downloaded.")
-    ] = True,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    download: MayDownload = True,
+    traceback: ShowsTraceback = False,
 ) -> None:
     """Profile one build of a model: what was traced, compiled, warmed up and captured, and how long it took."""
     with errors_as_messages(traceback):

@@ -1,9 +1,10 @@
-"""What the commands share at the terminal: errors as messages with an exit code, and a progress bar."""
+"""What the commands share at the terminal: options, errors as messages with an exit code, and a progress bar."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 import typer
@@ -13,8 +14,23 @@ from rich.text import Text
 
 from sgl_piecewise.runtime.errors import SglPiecewiseError
 
+EXIT_WRONG = 1
 EXIT_REQUEST = 2
 EXIT_INTERRUPTED = 130
+
+ModelName = Annotated[
+    str,
+    typer.Argument(help="A Hugging Face folder, a GGUF file, or a name (a shape has random weights)."),
+]
+DeviceName = Annotated[str, typer.Option(help="auto, cuda, cuda:N, or cpu (emulated).")]
+DtypeName = Annotated[
+    str, typer.Option(help="auto (bfloat16 on CUDA, else float32), float32, bfloat16, float16.")
+]
+Depth = Annotated[int | None, typer.Option(help="Another depth, for random weights only.")]
+MayDownload = Annotated[
+    bool, typer.Option("--download/--no-download", help="Whether the default model may be downloaded.")
+]
+ShowsTraceback = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from sgl_piecewise import eager_on_graph
-from sgl_piecewise.comparison.arms import Arm, ArmSetup, Progress
+from sgl_piecewise.comparison.arms import Arm, ArmSetup
 from sgl_piecewise.comparison.inputs import num_tokens_of, padded_to
 from sgl_piecewise.comparison.report import GraphMemory
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.records import BuildRecord, SizeBuild
 
 
@@ -65,7 +66,7 @@ class FaultyArm(Arm):
         self.last: torch.Tensor | None = None
         self.is_closed = False
 
-    def build(self, on_progress: Progress) -> BuildRecord:
+    def build(self, on_progress: ProgressCallback) -> BuildRecord:
         on_progress("capture", 1, 1)
         sizes = tuple(
             SizeBuild(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..kernels.launching import import_triton_module, launch
+from ..kernels.launching import import_triton_module, launch, power_of_two
 from .base import AttentionSpec
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -120,8 +120,8 @@ def decode_attention(
     num_kv_heads = k_SKD.shape[1]
     group = num_heads // num_kv_heads
     rows = tokens_per_request * group
-    block_m = min(max(_power_of_two(rows), 16), 64)
-    block_d = _power_of_two(head_dim)
+    block_m = min(max(power_of_two(rows), 16), 64)
+    block_d = power_of_two(head_dim)
     out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
     partial_PTHD, lse_PTH = out_THD, out_THD  # not touched by one split
     if num_splits > 1:
@@ -206,7 +206,7 @@ def extend_attention(
     _check_tensors(q_THD, k_TKD, v_TKD, k_SKD, v_SKD)
     kernels = import_triton_module("triton_extend_kernel", __package__ or "")
     num_tokens, num_heads, head_dim = q_THD.shape
-    block_d = _power_of_two(head_dim)
+    block_d = power_of_two(head_dim)
     out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THD.dtype, device=q_THD.device)
     launch(
         kernels.extend_kernel,
@@ -268,8 +268,3 @@ def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
     if block_d <= 128:
         return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-
-
-def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is not under ``number``."""
-    return 1 << max(number - 1, 0).bit_length()

@@ -31,7 +31,6 @@ class LogitRows:
         input_rows: Which of the `N` rows give a prompt log-probability (int64[M]).
         input_token_ids: The token whose log-probability it is (int64[M]).
         num_input_rows: How many of the `M` belong to each request.
-        num_top: How many most likely tokens each of the `B` requests wants.
     """
 
     hidden_rows: torch.Tensor
@@ -39,7 +38,6 @@ class LogitRows:
     input_rows: torch.Tensor
     input_token_ids: torch.Tensor
     num_input_rows: tuple[int, ...]
-    num_top: tuple[int, ...]
 
 
 def logit_rows(batch: ForwardBatch) -> LogitRows:
@@ -79,5 +77,4 @@ def logit_rows(batch: ForwardBatch) -> LogitRows:
     return LogitRows(
         **copy_to_device(host, batch.input_ids.device),
         num_input_rows=tuple(len(token_ids) for token_ids in asked),
-        num_top=(0,) * batch.batch_size if batch.logprobs is None else batch.logprobs.top_logprobs_nums,
     )

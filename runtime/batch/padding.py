@@ -24,7 +24,7 @@ from ..kv.slots import SCRATCH_SLOT, PhysicalSlots
 from ..torch_private import copy_all, zero_all
 from .fields import ExtendFields, PaddingFields
 from .forward_batch import ForwardBatch
-from .forward_mode import CaptureHiddenMode, ForwardMode, NewTokens
+from .forward_mode import ForwardMode, NewTokens
 from .positions import StartLocEncoding
 
 Storage = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
@@ -265,19 +265,6 @@ def cut_logits(batch: ForwardBatch, rows: torch.Tensor) -> torch.Tensor:
         BatchError: The result has another number of rows.
     """
     return _cut(rows, padded=num_logit_rows(batch), real=num_logit_rows(batch.real), what="logit rows")
-
-
-def cut_hidden(batch: ForwardBatch, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the real rows of the hidden states that ``capture_hidden_mode`` asks for, a view.
-
-    Raises:
-        BatchError: The batch hands out none, or the result has another number of rows.
-    """
-    if batch.capture_hidden_mode is CaptureHiddenMode.NULL:
-        raise BatchError("capture_hidden_mode is NULL: the batch hands out no hidden states.")
-    if batch.capture_hidden_mode is CaptureHiddenMode.LAST:
-        return cut_requests(batch, rows)
-    return cut_tokens(batch, rows)
 
 
 def num_logit_rows(batch: ForwardBatch) -> int:

@@ -7,10 +7,10 @@ which give the same integers; CUDA tensors take Triton's one kernel where it is 
 from __future__ import annotations
 
 import enum
-import functools
-import importlib.util
 
 import torch
+
+from ..kernels.launching import has_triton
 
 
 class StartLocEncoding(enum.Enum):
@@ -20,12 +20,6 @@ class StartLocEncoding(enum.Enum):
     """New tokens of the requests before."""
     KV_OFFSET = "kv_offset"
     """All tokens of the requests before, prefixes included."""
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def clamp_position(seq_lens: torch.Tensor, num_tokens_per_req: int = 1) -> torch.Tensor:

@@ -105,13 +105,3 @@ class RealTokens:
         """
         num_ranks = 1 if self.shard.layout is TokenLayout.RANK_LOCAL else self.shard.num_ranks
         return self.shard.local_real_tokens(self.num_real_tokens, num_rows * num_ranks)
-
-
-def real_row_mask(local_real_tokens: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns which of a rank's rows are real (bool[T], fresh).
-
-    Args:
-        local_real_tokens: LOCAL (int32[], on the device).
-        num_rows: Rows that the rank holds.
-    """
-    return torch.arange(num_rows, device=local_real_tokens.device) < local_real_tokens

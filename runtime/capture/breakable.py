@@ -6,7 +6,6 @@ tensors it made stay owned by whoever holds them. The same engine as ``capture``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import TracebackType
 from typing import get_args
 
@@ -18,7 +17,7 @@ from .device import GraphDevice, GraphPool
 from .devices import graph_device_for, refuse_other_device
 from .recording import Recording
 from .session import CaptureSession
-from .statics import StaticTensor, StaticTensors
+from .statics import StaticTensorMap, StaticTensors
 
 
 class BreakableCUDAGraph:
@@ -94,7 +93,7 @@ class BreakableCUDAGraphCapture:
         *,
         capture_error_mode: CaptureErrorMode = "thread_local",
         launch_segments: bool = True,
-        static_tensors: Mapping[str, StaticTensor] | None = None,
+        static_tensors: StaticTensorMap | None = None,
     ) -> None:
         if not isinstance(cuda_graph, BreakableCUDAGraph):
             raise ConfigError(f"cuda_graph must be a BreakableCUDAGraph, got {type(cuda_graph).__name__}.")

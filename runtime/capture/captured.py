@@ -33,6 +33,7 @@ from .statics import StaticTensors
 _logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
+"""Called with a phase's name, how many steps are done, and how many there are."""
 
 # Why a call ran eager: the keys of ``CapturedCallable.fallbacks``.
 SIZE_OVER_LARGEST = "size_over_largest"

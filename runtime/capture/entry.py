@@ -24,7 +24,7 @@ from .devices import graph_device_for, refuse_other_device
 from .session import CaptureMode, refuse_nested_capture
 from .sizes import validate_capture_sizes
 from .static_inputs import StaticInputs
-from .statics import StaticTensor, StaticTensors
+from .statics import StaticTensorMap, StaticTensors
 
 OutputMode = Literal["copy", "view"]
 
@@ -42,7 +42,7 @@ def capture(
     capture_sizes: Sequence[int] | None = None,
     dynamic_dims: Mapping[str, int] | None = None,
     pad_values: Mapping[str, int | float | bool] | None = None,
-    static_tensors: Mapping[str, StaticTensor] | None = None,
+    static_tensors: StaticTensorMap | None = None,
     device: GraphDevice | torch.device | str | None = None,
     pool: GraphPool | None = None,
     launch_segments: bool | None = None,

@@ -18,11 +18,14 @@ from ..errors import ConfigError, MovedAddressError
 StaticTensor = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what returns the one that its owner uses now (an owner may rebind it when it grows)."""
 
+StaticTensorMap = Mapping[str, StaticTensor]
+"""Static tensors by name."""
+
 
 class _Named(Mapping[str, Any]):
     """Tensors registered by hand, each as it is now."""
 
-    def __init__(self, given: Mapping[str, StaticTensor]) -> None:
+    def __init__(self, given: StaticTensorMap) -> None:
         self._given = given
 
     def __getitem__(self, name: str) -> Any:
@@ -72,7 +75,7 @@ class StaticTensors:
 
     def __init__(
         self,
-        named: Mapping[str, StaticTensor] | None = None,
+        named: StaticTensorMap | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
         if named is not None and not isinstance(named, Mapping):

@@ -7,16 +7,15 @@ computes, and for which batch, is the runner's matter; a backend must not know i
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-
-import torch
 
 from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import ForwardMode
 from ..capture.device import GraphPool
+from ..capture.statics import StaticTensorMap
 from ..records import BuildRecord
 
 Forward = Callable[[], Any]
@@ -78,7 +77,7 @@ class GraphBackend(abc.ABC):
     def __init__(
         self,
         pool: GraphPool,
-        static_tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+        static_tensors: StaticTensorMap,
         *,
         is_debug: bool = False,
     ) -> None:

@@ -8,16 +8,14 @@ break it is planned like an eager forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
-
-import torch
 
 from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import ForwardBatch
 from ..capture.captured import CapturedCallable
 from ..capture.device import GraphPool
 from ..capture.entry import capture
+from ..capture.statics import StaticTensorMap
 from .base import Forward, GraphBackend, GraphKey
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +29,7 @@ class CapturedGraphBackend(GraphBackend):
     def __init__(
         self,
         pool: GraphPool,
-        static_tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+        static_tensors: StaticTensorMap,
         *,
         is_debug: bool = False,
     ) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import ForwardBatch
 from ..capture.device import GraphPool
+from ..capture.statics import StaticTensorMap
 from .base import Forward, GraphBackend, GraphKey
 
 
@@ -21,7 +19,7 @@ class NoGraphBackend(GraphBackend):
     def __init__(
         self,
         pool: GraphPool,
-        static_tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+        static_tensors: StaticTensorMap,
         *,
         is_debug: bool = False,
     ) -> None:

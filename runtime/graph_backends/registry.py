@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import torch
-
 from ..capture.device import GraphPool
+from ..capture.statics import StaticTensorMap
 from ..errors import ConfigError, nearest
 from .base import GraphBackend
 from .captured import BreakableGraphBackend, FullGraphBackend
@@ -21,7 +18,7 @@ GRAPH_BACKENDS: dict[str, type[GraphBackend]] = {
 def make_graph_backend(
     name: str,
     pool: GraphPool,
-    static_tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+    static_tensors: StaticTensorMap,
     *,
     is_debug: bool = False,
 ) -> GraphBackend:

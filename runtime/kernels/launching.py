@@ -53,6 +53,11 @@ def import_triton_module(name: str, package: str) -> Any:
     return importlib.import_module(f".{name}", package)
 
 
+def power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not under ``number``; Triton's blocks have such sizes."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

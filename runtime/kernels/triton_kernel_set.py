@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .kernel_set import KernelSet
-from .launching import launch
+from .launching import launch, power_of_two
 from .triton_kernels import (
     add_rms_norm_kernel,
     norm_rotate_kernel,
@@ -32,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows_THE = x.unsqueeze(1) if x.dim() == 2 else x.flatten(0, -3)
     num_tokens, num_heads = rows_THE.shape[:2]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block_e = _power_of_two(size)
+    block_e = power_of_two(size)
     block_r = max(_ELEMENTS // block_e, 1)
     launch(
         rms_norm_kernel,
@@ -54,7 +54,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """Leaves the sum in ``residual`` and the normed sum in ``x``."""
-    block_e = _power_of_two(x.shape[1])
+    block_e = power_of_two(x.shape[1])
     launch(
         add_rms_norm_kernel,
         (x.shape[0],),
@@ -73,7 +73,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half times the second half; fresh."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    block_m = min(_power_of_two(size), 1024)
+    block_m = min(power_of_two(size), 1024)
     launch(
         silu_mul_kernel,
         (num_tokens, -(-size // block_m)),
@@ -98,8 +98,8 @@ def norm_rotate_(
 ) -> None:
     """Norms queries and keys if weights are given, and rotates them, in place."""
     num_tokens, num_heads, head_dim = q.shape
-    block_half = _power_of_two(head_dim // 2)
-    block_h = max(min(_ELEMENTS // (2 * block_half), _power_of_two(num_heads)), 1)
+    block_half = power_of_two(head_dim // 2)
+    block_h = max(min(_ELEMENTS // (2 * block_half), power_of_two(num_heads)), 1)
     launch(
         norm_rotate_kernel,
         (num_tokens, -(-num_heads // block_h) + -(-k.shape[1] // block_h)),
@@ -142,8 +142,8 @@ def write_kv(
         k_stride_t=tensors[0].stride(0),
         v_stride_t=tensors[1].stride(0),
         ROW=row,
-        BLOCK=_power_of_two(row),
-        num_warps=_num_warps(_power_of_two(row)),
+        BLOCK=power_of_two(row),
+        num_warps=_num_warps(power_of_two(row)),
     )
 
 
@@ -153,10 +153,6 @@ def _has_flat_rows(tensor: torch.Tensor) -> bool:
 
 def _num_warps(elements: int) -> int:
     return min(max(elements // 512, 1), 8)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 # As operators -------------------------------------------------------------------------------------

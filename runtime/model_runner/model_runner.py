@@ -19,7 +19,9 @@ from ..attention.paged import PagedAttention
 from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import CaptureHiddenMode
 from ..batch.positions import StartLocEncoding
+from ..capture.captured import ProgressCallback
 from ..capture.devices import graph_device_for
+from ..capture.statics import StaticTensor, StaticTensorMap
 from ..errors import ConfigError
 from ..kv.allocator import KVSlotAllocator
 from ..kv.capacity import KVCapacity, MemoryBudget, profile_capacity, verify_after_capture
@@ -27,7 +29,7 @@ from ..kv.pool import KVPool, KVSubPool
 from ..kv.req_to_token import ReqToTokenPool
 from ..kv.translator import KVIndexTranslator, bind_and_verify_backends
 from ..records import PhaseClock
-from ..runners.base import GraphRunner, ModelRunnerOutput, ProgressCallback, Runner, RunnerParts
+from ..runners.base import GraphRunner, ModelRunnerOutput, Runner, RunnerParts
 from ..runners.compiling import CompiledForwards, ForwardCompiler
 from ..runners.decode import DecodeRunner
 from ..runners.eager import EagerRunner
@@ -42,7 +44,6 @@ from .hooks import install_write_hooks
 from .memory import free_bytes, measure_forward_bytes, sub_pool_specs
 from .options import RunnerOptions
 from .runner_factory import (
-    StaticTensorMap,
     capture_sizes,
     make_decode_runner,
     make_extend_runner,
@@ -192,7 +193,7 @@ class ModelRunner:
         self._stages.begin(Stage.ATTENTION)
         self._translator = KVIndexTranslator(self.pool, self.allocator, self.req_to_token)
         layers = self.model.attention_layers
-        limits = plan_limits(self.plan, self._sizes, self.options)
+        limits = plan_limits(self._sizes, self.options)
         self.attention: dict[str, PagedAttention] = {
             name: build_attention_backend(name, layers, limits=limits)
             for name in {self.plan.prefill_attention, self.plan.decode_attention}
@@ -273,7 +274,7 @@ class ModelRunner:
         return max([self.options.max_extend_tokens, *self._sizes.all_tokens])
 
     def _static_tensors(self) -> StaticTensorMap:
-        found: dict[str, torch.Tensor | Callable[[], torch.Tensor]] = dict(self.model.static_tensors())
+        found: dict[str, StaticTensor] = dict(self.model.static_tensors())
         found |= {f"kv.{name}": tensor for name, tensor in self.pool.static_tensors().items()}
         for name, backend in self.attention.items():
             found |= {f"{name}.{what}": tensor for what, tensor in backend.static_tensors().items()}

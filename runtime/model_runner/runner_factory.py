@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from ..attention.plan import PlanLimits
 from ..batch.forward_mode import ForwardMode
 from ..batch.padding import padded_batch_size, padded_num_tokens
 from ..capture.device import GraphPool
+from ..capture.statics import StaticTensorMap
 from ..graph_backends.registry import make_graph_backend
 from ..runners.base import RunnerParts
 from ..runners.compiling import CompiledForwards
@@ -21,8 +19,6 @@ from ..runners.plan import EAGER, ExecutionPlan, ModeStrategy
 from .options import RunnerOptions
 
 _UNIFORM_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND)
-
-StaticTensorMap = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,7 @@ def capture_sizes(plan: ExecutionPlan, options: RunnerOptions) -> CaptureSizes:
     return CaptureSizes(requests=requests, tokens=tokens, request_slots=slots, rows=rows_of)
 
 
-def plan_limits(plan: ExecutionPlan, sizes: CaptureSizes, options: RunnerOptions) -> PlanLimits:
+def plan_limits(sizes: CaptureSizes, options: RunnerOptions) -> PlanLimits:
     """Returns the largest batch that attention is planned for, padding included."""
     most_requests = [options.max_requests, sizes.request_slots or 0]
     most_requests += [of_mode[-1] for of_mode in sizes.requests.values()]

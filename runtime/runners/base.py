@@ -18,15 +18,13 @@ import torch
 from ..attention.backend import AttentionBackend
 from ..batch.forward_batch import BatchRunner, ForwardBatch
 from ..batch.real_tokens import RealTokens, TokenLayout
+from ..capture.captured import ProgressCallback
 from ..context import ForwardContext, use_forward_context
 from ..graph_backends.base import GraphBackend, GraphKey
 from .execution import Execution, Extent, Reason, Refusal
 from .logits import ForwardLogits, logits_of_ragged, logits_of_rows
 from .padding_policy import PaddingPolicy
 from .served_model import ServedModel
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,10 +18,11 @@ from ..batch.forward_mode import ForwardMode
 from ..batch.padding import pad_batch
 from ..batch.real_tokens import TokenLayout
 from ..batch.static_buffers import StaticBatchBuffers
+from ..capture.captured import ProgressCallback
 from ..capture.sizes import padded_size
 from ..errors import ConfigError
 from ..graph_backends.base import GraphBackend, GraphKey
-from .base import GraphRunner, ModelRunnerOutput, ProgressCallback, RunnerParts, forward_logits
+from .base import GraphRunner, ModelRunnerOutput, RunnerParts, forward_logits
 from .compiling import HiddenStates
 from .execution import Reason, Refusal
 

@@ -12,7 +12,7 @@ import torch
 from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import CaptureHiddenMode
 from ..batch.logprobs import LogitRows, logit_rows
-from ..batch.padding import cut_logits
+from ..batch.padding import cut_logits, cut_tokens
 from .served_model import ServedModel
 
 LOGIT_ROW_MULTIPLE = 32
@@ -55,7 +55,7 @@ def logits_of_rows(batch: ForwardBatch, hidden_TE: torch.Tensor, logits_NV: torc
     return ForwardLogits(
         logits=_cut_rows(batch, logits_NV),
         rows=None,
-        hidden=_asked_hidden(real, hidden_TE[: real.num_tokens]),
+        hidden=_asked_hidden(real, cut_tokens(batch, hidden_TE)),
     )
 
 
@@ -76,9 +76,10 @@ def logits_of_ragged(batch: ForwardBatch, hidden_TE: torch.Tensor, model: Served
     filled = -(-num_rows // LOGIT_ROW_MULTIPLE) * LOGIT_ROW_MULTIPLE
     picked = torch.nn.functional.pad(rows.hidden_rows, (0, filled - num_rows))
     logits_NV = model.compute_logits(hidden_TE.index_select(0, picked))[:num_rows]
-    hidden = hidden_TE[: real.num_tokens]
     last = rows.hidden_rows.index_select(0, rows.sample_rows)
-    return ForwardLogits(logits=logits_NV, rows=rows, hidden=_asked_hidden(real, hidden, last))
+    return ForwardLogits(
+        logits=logits_NV, rows=rows, hidden=_asked_hidden(real, cut_tokens(batch, hidden_TE), last)
+    )
 
 
 def _cut_rows(batch: ForwardBatch, logits_NV: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,6 @@ Shapes: `B` requests, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..batch.request import Req
@@ -60,17 +58,6 @@ def _draw(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Ten
     last_B1 = (kept_BV > 0).sum(-1, keepdim=True) - 1
     index_B1 = torch.minimum((total_BV <= threshold_B1).sum(-1, keepdim=True), last_B1).clamp(min=0)
     return ids_BV.gather(1, index_B1).squeeze(1)
-
-
-def check_tokens(token_ids: Sequence[int], reqs: Sequence[Req]) -> None:
-    """Checks tokens that came to the host.
-
-    Raises:
-        SamplingError: The logits of a request held NaN; names it.
-    """
-    for token_id, req in zip(token_ids, reqs, strict=True):
-        if token_id == INVALID_TOKEN:
-            raise invalid_logits(req)
 
 
 def invalid_logits(req: Req) -> SamplingError:

@@ -20,7 +20,7 @@ from sgl_piecewise.entry import (
     import_compiler,
     trace_for_all_sizes,
 )
-from sgl_piecewise.runtime.capture.captured import CapturedCallable
+from sgl_piecewise.runtime.capture.captured import CapturedCallable, ProgressCallback
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.sizes import ShapeKey
 from sgl_piecewise.runtime.mark import noted_marks
@@ -30,9 +30,6 @@ from .report import GraphMemory
 
 if TYPE_CHECKING:
     from sgl_piecewise.compiler.forward import CompiledForward
-
-Progress = Callable[[str, int, int], None]
-"""Called with a phase's name, how many steps are done, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class Arm(abc.ABC):
     keeps_bits = True
 
     @abc.abstractmethod
-    def build(self, on_progress: Progress) -> BuildRecord | None:
+    def build(self, on_progress: ProgressCallback) -> BuildRecord | None:
         """Makes every capture size ready; None where there is nothing to build."""
 
     @abc.abstractmethod
@@ -99,7 +96,7 @@ class EagerArm(Arm):
     def __init__(self, setup: ArmSetup) -> None:
         self._model = setup.model
 
-    def build(self, on_progress: Progress) -> None:
+    def build(self, on_progress: ProgressCallback) -> None:
         """Nothing to build."""
 
     def run(self, *arguments: Any) -> torch.Tensor:
@@ -143,7 +140,7 @@ class CapturedArm(Arm):
         self.keeps_bits = compiler in _BIT_KEEPING
         self._built: CapturedCallable | None = None
 
-    def build(self, on_progress: Progress) -> BuildRecord:
+    def build(self, on_progress: ProgressCallback) -> BuildRecord:
         self._built = capture(
             self._setup.model,
             self._setup.example,
@@ -214,7 +211,7 @@ class CompiledArm(Arm):
         self._forward: CompiledForward | None = None
         self._break_names: tuple[str, ...] = ()
 
-    def build(self, on_progress: Progress) -> BuildRecord:
+    def build(self, on_progress: ProgressCallback) -> BuildRecord:
         on_progress("compile", 0, 1)
         imports = PhaseClock()
         with imports.phase(IMPORT):

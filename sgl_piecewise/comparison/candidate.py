@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import SglPiecewiseError
 from sgl_piecewise.runtime.records import BuildRecord
 
-from .arms import Arm, Progress
+from .arms import Arm
 from .options import REFERENCE
 from .report import (
     CaseProblem,
@@ -64,7 +65,7 @@ class Candidate:
         """Whether it was built and nothing was found wrong with it."""
         return self.failure is None and self.first_difference is None
 
-    def build_arm(self, on_progress: Progress) -> None:
+    def build_arm(self, on_progress: ProgressCallback) -> None:
         """Builds the arm and notes what that took, or why it cannot be built."""
         try:
             self.build = self.arm.build(on_progress)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import ConfigError
 
-from .arms import Progress
 from .candidate import Candidate
 from .inputs import InputSet, padded_to
 from .report import CaseValues, FirstDifference
@@ -32,7 +32,7 @@ def check_values(
     input_sets: Sequence[InputSet],
     *,
     seed: int,
-    on_progress: Progress,
+    on_progress: ProgressCallback,
 ) -> None:
     """Runs every candidate on every input and notes how its values differ from eager's.
 

@@ -13,12 +13,12 @@ import torch
 
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.attention.causal import CausalAttention
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.context import ForwardContext
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.records import PhaseClock
 
-from .arms import Progress
 from .inputs import InputFacts, Text, random_tokens, tokens_of_text, windows_of_tokens
 from .measure import Subject, count_parameters, run_comparison
 from .options import CompareOptions
@@ -58,7 +58,7 @@ class ModelRequest:
 def compare_language_model(
     request: ModelRequest,
     options: CompareOptions,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     profile: Path | None = None,
 ) -> ComparisonReport:
     """Loads the model, tokenizes the text and runs the comparison.

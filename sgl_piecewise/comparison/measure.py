@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sgl_piecewise.runtime.build_profile import profiled
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.capture.entry import capture
@@ -26,7 +27,7 @@ from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.stopwatch import Stopwatch, stopwatch_for
 from sgl_piecewise.runtime.time_line import CONTAINER, span
 
-from .arms import STRATEGIES, ArmSetup, Progress
+from .arms import STRATEGIES, ArmSetup
 from .candidate import Candidate
 from .checking import Model, check_values
 from .environment import seen_clocks, seen_environment
@@ -72,7 +73,7 @@ def compare(
     num_warm_ups: int = 1,
     launch_segments: bool | None = None,
     seed: int = 0,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     profile: str | os.PathLike[str] | None = None,
 ) -> ComparisonReport:
     """Compares strategies on one model: values against padded eager, then times, build and memory.
@@ -128,7 +129,7 @@ def compare(
 def run_comparison(
     subject: Subject,
     options: CompareOptions,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     profile: str | os.PathLike[str] | None = None,
 ) -> ComparisonReport:
     """Runs a comparison whose subject is ready; see `compare`.
@@ -136,7 +137,7 @@ def run_comparison(
     Raises:
         ConfigError: The longest input does not fit the largest capture size, or see `compare`.
     """
-    progress: Progress = on_progress if on_progress is not None else _no_progress
+    progress: ProgressCallback = on_progress if on_progress is not None else _no_progress
     largest, longest = options.capture_sizes[-1], subject.input_sets[-1].num_tokens
     if longest > largest:
         raise ConfigError(
@@ -185,7 +186,7 @@ def _build_candidates(
     options: CompareOptions,
     example: tuple[Any, ...],
     cleanup: contextlib.ExitStack,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> list[Candidate]:
     """Builds every strategy; each is freed by ``cleanup``."""
     setup = ArmSetup(
@@ -211,7 +212,7 @@ def _sweep_eager(
     example: tuple[Any, ...],
     capture_sizes: Sequence[int],
     stopwatch: Stopwatch,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> EagerSweep:
     """Runs eager twice at each capture size, largest first; sizes that do not fit are left out."""
     totals_s = []
@@ -281,7 +282,7 @@ def count_parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _prefixed(progress: Progress, prefix: str) -> Progress:
+def _prefixed(progress: ProgressCallback, prefix: str) -> ProgressCallback:
     return lambda phase, done, total: progress(f"{prefix}: {phase}", done, total)
 
 

@@ -175,10 +175,6 @@ class StrategyReport:
         """Whether the strategy is wrong or could not be built."""
         return self.status in ("wrong", "failed")
 
-    def values_at(self, num_tokens: int) -> CaseValues | None:
-        """Returns the entry of one token count, or None."""
-        return next((entry for entry in self.values if entry.num_tokens == num_tokens), None)
-
     def times_at(self, num_tokens: int) -> CaseTimes | None:
         """Returns the entry of one token count, or None."""
         return next((entry for entry in self.times if entry.num_tokens == num_tokens), None)

@@ -10,9 +10,9 @@ import functools
 import random
 from collections.abc import Sequence
 
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.stopwatch import Sample, Stopwatch
 
-from .arms import Progress
 from .candidate import Candidate
 from .inputs import InputSet
 from .intervals import median_of
@@ -27,7 +27,7 @@ def measure_times(
     num_rounds: int,
     num_warm_ups: int,
     seed: int,
-    on_progress: Progress,
+    on_progress: ProgressCallback,
 ) -> None:
     """Times every candidate that takes part, at every token count that it can run.
 

@@ -12,10 +12,10 @@ import torch
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
-from sgl_piecewise.runtime.runners.base import ProgressCallback
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan
 from sgl_piecewise.runtime.runners.plan_file import read_plan, with_strategies
 

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_piecewise.runtime.build_profile import BuildProfile
+from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 
 from .reading import read_profile
@@ -20,7 +21,7 @@ COLD, WARM = "cold", "warm"
 def profile_cold_and_warm(
     arguments: Sequence[str],
     cache_folder: Path | None = None,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> dict[str, BuildProfile]:
     """Runs ``sgl-piecewise profile`` twice, in turn.
 

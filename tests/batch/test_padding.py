@@ -21,10 +21,9 @@ from serving_support import (
 )
 
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
-from sgl_piecewise.runtime.batch.forward_mode import CaptureHiddenMode, ForwardMode, NewTokens
+from sgl_piecewise.runtime.batch.forward_mode import ForwardMode, NewTokens
 from sgl_piecewise.runtime.batch.padding import (
     IdleShape,
-    cut_hidden,
     cut_logits,
     cut_requests,
     cut_tokens,
@@ -215,18 +214,6 @@ def test_sizes_are_multiples_of_the_tensor_parallel_size() -> None:
 def test_padded_batch_size_is_the_smallest_that_divides(size: int, rows: int, multiple_of: int) -> None:
     found = padded_batch_size(size, rows, multiple_of)
     assert found == next(n for n in range(size, size + multiple_of) if n * rows % multiple_of == 0)
-
-
-def test_hidden_states_are_cut_by_what_was_asked_for() -> None:
-    at = world()
-    batch = at.forward(scheduled(example_mix(ForwardMode.EXTEND), at))
-    padded = padded_by(batch, 2, 4)
-    with pytest.raises(BatchError, match="capture_hidden_mode is NULL"):
-        cut_hidden(padded, torch.zeros(11, 2))
-    last = dataclasses.replace(padded, capture_hidden_mode=CaptureHiddenMode.LAST)
-    full = dataclasses.replace(padded, capture_hidden_mode=CaptureHiddenMode.FULL)
-    assert cut_hidden(last, torch.zeros(5, 2)).shape == (3, 2)
-    assert cut_hidden(full, torch.zeros(11, 2)).shape == (7, 2)
 
 
 def test_results_of_another_size_are_refused() -> None:

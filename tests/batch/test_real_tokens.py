@@ -10,10 +10,11 @@ from serving_support import Mix, mixes, scheduled, world
 
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.padding import pad_batch, padded_num_tokens
-from sgl_piecewise.runtime.batch.real_tokens import TokenLayout, TokenShard, real_row_mask
+from sgl_piecewise.runtime.batch.real_tokens import TokenLayout, TokenShard
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.kernels.experts import real_rows
 
 EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED]
 
@@ -29,7 +30,7 @@ def test_shares_of_all_ranks_are_the_real_rows(mix: Mix, num_ranks: int, more: i
         count = shard.local_real_tokens(padded.padding.num_real_tokens, padded.num_tokens)
         assert (count.dtype, count.shape) == (torch.int32, ())
         assert int(count) == shard.local_real_tokens_cpu(batch.num_tokens, padded.num_tokens)
-        masks.append(real_row_mask(count, shard.num_local_rows(padded.num_tokens)))
+        masks.append(real_rows(count, shard.num_local_rows(padded.num_tokens)).squeeze(1))
     expected = torch.arange(padded.num_tokens) < batch.num_tokens
     assert torch.equal(torch.cat(masks), expected)
 
@@ -55,7 +56,7 @@ def test_a_replay_derives_the_share_again(graph_device: GraphDevice) -> None:
     shard = TokenShard(rank=1, num_ranks=2)
 
     def forward(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        mask = real_row_mask(shard.local_real_tokens(count, 8), 4)
+        mask = real_rows(shard.local_real_tokens(count, 8), 4).squeeze(1)
         return x.masked_fill(~mask, 0)
 
     device = graph_device.torch_device

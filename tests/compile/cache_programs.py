@@ -18,7 +18,7 @@ import json, os, sys, warnings
 import torch
 import torch._inductor.compile_fx
 from sgl_piecewise import eager_on_graph
-from sgl_piecewise.compiler.piece_builds import recent_piece_builds
+from sgl_piecewise.compiler.piece_builds import watch_piece_builds
 
 @eager_on_graph(fake=torch.empty_like)
 def mix(x):
@@ -35,12 +35,12 @@ class Layer(torch.nn.Module):
 def run():
     torch.manual_seed(0)
     model = torch.nn.Sequential(Layer(), Layer(), Layer()).eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), watch_piece_builds() as builds:
         x = torch.randn(4, 8)
         torch._dynamo.mark_dynamic(x, 0)
         compiled = torch.compile(model, backend="sgl_piecewise", options={"cache_folder": sys.argv[1]})
         torch.testing.assert_close(compiled(x), model(x))
-    return [(one.key, one.cache) for one in recent_piece_builds()]
+    return [(one.key, one.cache) for one in builds]
 
 num_processes = int(sys.argv[2])
 if num_processes == 1:

@@ -20,9 +20,10 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode, NewTokens
 from sgl_piecewise.runtime.batch.padding import IdleShape, pad_batch
 from sgl_piecewise.runtime.batch.positions import StartLocEncoding
-from sgl_piecewise.runtime.batch.real_tokens import TokenShard, real_row_mask
+from sgl_piecewise.runtime.batch.real_tokens import TokenShard
 from sgl_piecewise.runtime.batch.static_buffers import StaticBatchBuffers
 from sgl_piecewise.runtime.errors import BatchError, PoolError
+from sgl_piecewise.runtime.kernels.experts import real_rows
 from sgl_piecewise.runtime.kv.slots import FULL_POOL, WINDOW_POOL, PhysicalSlots
 
 RAGGED = [mode for mode in ForwardMode if mode.properties.new_tokens is NewTokens.RAGGED]
@@ -65,7 +66,7 @@ def test_row_015_016_padded_rows_choose_no_expert_on_any_rank(num_ranks: int) ->
         num_rows = shard.num_local_rows(12)
         count = shard.local_real_tokens(batch.padding.num_real_tokens, 12)
         mine = chosen[rank * num_rows : (rank + 1) * num_rows]
-        touched += mine[real_row_mask(count, num_rows)].tolist()
+        touched += mine[real_rows(count, num_rows).squeeze(1)].tolist()
     assert touched == list(range(7))
 
 
