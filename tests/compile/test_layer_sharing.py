@@ -338,6 +338,26 @@ def test_buffers_that_layers_write() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("write", ["add_", "mul_", "sub_"])
+def test_tracing_does_not_write_buffers(write: str) -> None:
+    class Stepping(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.full((WIDTH,), 3.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            getattr(self.steps, write)(2)  # Nothing of the call is in it: all its tensors are the layer's own.
+            return super().forward(x) + self.steps
+
+    model = stack_of([Stepping() for _ in range(3)])
+    eager = copy.deepcopy(model)
+    forward = CompiledForward(model, options={"piece_compiler": "fx"})
+    for size in (5, 4):
+        torch.testing.assert_close(forward(inputs(size)), eager(inputs(size)), rtol=0, atol=0)
+    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def test_layer_that_cannot_be_a_node_is_traced_where_it_stands(caplog: pytest.LogCaptureFixture) -> None:
     class Viewing(Plain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
