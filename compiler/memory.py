@@ -39,12 +39,19 @@ def memory_estimate(
         Inductor's need less, since it keeps fewer values.
 
     Raises:
-        CompileError: The forward cannot be traced in one graph.
-        ConfigError: An argument of ``dynamic_dims`` is not a tensor argument.
+        CompileError: The forward cannot be traced in one graph, or computes nothing with tensors.
+        ConfigError: An argument of ``dynamic_dims`` is not a tensor argument, ``fn`` is no function or module,
+            or ``args`` is not a tuple or list.
 
     Example:
         >>> memory_estimate(model, (input_ids, positions)).peak.at(4096)
     """
+    if not callable(fn) or isinstance(fn, type):
+        raise ConfigError(f"memory_estimate takes a function or module, got {type(fn).__name__}.")
+    if not isinstance(args, tuple | list):
+        raise ConfigError(
+            f"args must be a tuple of positional arguments, got {type(args).__name__}. Write (x,) for one argument."
+        )
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs or {})
     with torch_private_compiling.dynamic_sizes(_dynamic(named, dynamic_dims)):
@@ -60,8 +67,8 @@ def memory_estimate(
             torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
     if not found:
         raise CompileError(
-            "The forward was not traced: compiling is switched off around this call (torch.compiler.disable, "
-            "set_stance, or TORCHDYNAMO_DISABLE)."
+            "The forward was not traced. Either it computes nothing with tensors, or compiling is switched off around "
+            "this call (torch.compiler.disable, set_stance, or TORCHDYNAMO_DISABLE)."
         )
     return found[0]
 
