@@ -47,7 +47,8 @@ def capture(
         example_args: Positional arguments, at the largest capture size. Tensors are copied.
         example_kwargs: Keyword arguments likewise.
         compile: None or ``none``, or what compiles the pieces between marks: ``inductor``, ``fx`` (runs
-            them as they are), the name of any Dynamo backend, or a callable. One trace and one compile serve all capture sizes.
+            them as they are), the name of any Dynamo backend, or a callable. One trace and one compile serve
+            all capture sizes.
         compile_options: More options of backend ``sgl_piecewise``.
         shares_layers: Whether equal layers of the module are traced and compiled once.
         on_recompile: What a call without a graph does if it was not compiled for: None compiles, ``error``
