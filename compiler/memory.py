@@ -12,6 +12,7 @@ from sgl_piecewise.passes.estimate_memory import MEMORY, MemoryEstimate
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
+from sgl_piecewise.runtime.torch_private_entries import TRACING_FAILURES
 
 from .tracing_errors import explained_tracing_errors
 
@@ -63,8 +64,15 @@ def memory_estimate(
             found.append(run_passes(copy, example_inputs, pipeline(estimates_memory=True)).meta[MEMORY])
             return traced
 
-        with explained_tracing_errors():
-            torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+        try:
+            with explained_tracing_errors():
+                torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+        except TRACING_FAILURES as err:  # Its size is a constant: the guards of the trace say so at its end.
+            raise CompileError(
+                "The forward works at the size of its arguments only, so no estimate holds at another: "
+                f"{err}\nTake the size from an argument (x.shape[0]), or name the dimensions that vary: "
+                "dynamic_dims={} is for none."
+            ) from err
     if not found:
         raise CompileError(
             "The forward was not traced. Either it computes nothing with tensors, or compiling is switched off around "

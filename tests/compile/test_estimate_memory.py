@@ -135,6 +135,15 @@ def test_arguments_that_cannot_be_are_told() -> None:
             peak.at(count)  # type: ignore[arg-type]
 
 
+def test_forward_of_one_size_only_is_told() -> None:
+    x = torch.ones(7, 8)
+    with pytest.raises(
+        CompileError, match=r"works at the size of its arguments only(.|\n)*dynamic_dims=\{\}"
+    ):
+        memory_estimate(lambda x: x + torch.ones(7, 8), (x,))
+    assert memory_estimate(lambda x: x + torch.ones(7, 8), (x,), dynamic_dims={}).peak.at(7) > 0
+
+
 def test_another_dimension_may_follow_the_tokens() -> None:
     estimate = memory_estimate(lambda x: x + 1, (torch.ones(128, 7),), dynamic_dims={0: 1})
     assert estimate.peak.at(10) == 10 * BLOCK
