@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from sgl_piecewise.runtime.errors import ConfigError
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 _SHARED_CLASSES: dict[type, type] = {}
@@ -34,12 +36,24 @@ def compile_layers_once(model: Model) -> Model:
 
     Returns:
         The same model.
+
+    Raises:
+        ConfigError: It is no module, for example a function or a class.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"compile_layers_once takes a model (a torch.nn.Module), got {_shown(model)}. Give it the model, "
+            "and what it returns to torch.compile or capture."
+        )
     from . import layer_tracing  # noqa: F401 - Dynamo learns what to do with them
 
     for layer in repeated_layers(model):
         layer.__class__ = _shared_class(type(layer))
     return model
+
+
+def _shown(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def restore_layers(model: Model) -> Model:

@@ -12,6 +12,7 @@ from sgl_piecewise.passes.estimate_memory import MEMORY, MemoryEstimate
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
+from sgl_piecewise.runtime.torch_private_entries import TRACING_FAILURES
 
 from .tracing_errors import explained_tracing_errors
 
@@ -39,12 +40,19 @@ def memory_estimate(
         Inductor's need less, since it keeps fewer values.
 
     Raises:
-        CompileError: The forward cannot be traced in one graph.
-        ConfigError: An argument of ``dynamic_dims`` is not a tensor argument.
+        CompileError: The forward cannot be traced in one graph, or computes nothing with tensors.
+        ConfigError: An argument of ``dynamic_dims`` is not a tensor argument, ``fn`` is no function or module,
+            or ``args`` is not a tuple or list.
 
     Example:
         >>> memory_estimate(model, (input_ids, positions)).peak.at(4096)
     """
+    if not callable(fn) or isinstance(fn, type):
+        raise ConfigError(f"memory_estimate takes a function or module, got {type(fn).__name__}.")
+    if not isinstance(args, tuple | list):
+        raise ConfigError(
+            f"args must be a tuple of positional arguments, got {type(args).__name__}. Write (x,) for one argument."
+        )
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs or {})
     with torch_private_compiling.dynamic_sizes(_dynamic(named, dynamic_dims)):
@@ -56,12 +64,19 @@ def memory_estimate(
             found.append(run_passes(copy, example_inputs, pipeline(estimates_memory=True)).meta[MEMORY])
             return traced
 
-        with explained_tracing_errors():
-            torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+        try:
+            with explained_tracing_errors():
+                torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+        except TRACING_FAILURES as err:  # Its size is a constant: the guards of the trace say so at its end.
+            raise CompileError(
+                "The forward works at the size of its arguments only, so no estimate holds at another: "
+                f"{err}\nTake the size from an argument (x.shape[0]), or name the dimensions that vary: "
+                "dynamic_dims={} is for none."
+            ) from err
     if not found:
         raise CompileError(
-            "The forward was not traced: compiling is switched off around this call (torch.compiler.disable, "
-            "set_stance, or TORCHDYNAMO_DISABLE)."
+            "The forward was not traced. Either it computes nothing with tensors, or compiling is switched off around "
+            "this call (torch.compiler.disable, set_stance, or TORCHDYNAMO_DISABLE)."
         )
     return found[0]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,11 +65,13 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
                 f"Piece compiler {chosen!r} is not installed. Install it with: pip install 'sgl-piecewise[{extra}]'."
             )
         importlib.import_module(module)
-    known = {"fx", *_EXTRAS, *torch.compiler.list_backends(exclude_tags=())} - {BACKEND_NAME}
+    # Without those that PyTorch keeps for debugging and its own tests; they are accepted all the same.
+    known = {"fx", *_EXTRAS, *torch.compiler.list_backends()} - {BACKEND_NAME}
     backend = torch_private_compiling.registered_backend(chosen)
     if backend is None:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
+        _check_inductor_names(options.inductor_config)
         return partial(backend, config_patches={**options.inductor_config, "triton.cudagraphs": False})
     if chosen == "openvino":
         return partial(compile_with_openvino, backend)
@@ -76,3 +79,15 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         # Without this it logs that it failed and runs the piece as it is.
         return partial(backend, options={"pass_through_build_failures": True})
     return backend
+
+
+def _check_inductor_names(names: Collection[str]) -> None:
+    known = torch_private_compiling.inductor_settings() if names else ()
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"inductor_config names {name!r}, which Inductor does not have. {hint}"
+                "torch._inductor.list_options() gives all names."
+            )

@@ -66,9 +66,12 @@ class SymbolicBytes:
                 shapes has no symbol; then nothing depends on it.
 
         Raises:
-            ConfigError: The trace has several symbols, or one has no value.
+            ConfigError: The trace has several symbols, one has no value, or a count is no whole number from 0.
         """
         symbols = self.symbols
+        for count in num_tokens.values() if isinstance(num_tokens, Mapping) else [num_tokens]:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ConfigError(f"num_tokens must be a whole number of at least 0, got {count!r}.")
         if isinstance(num_tokens, Mapping):
             missing = [str(one) for one in symbols if str(one) not in num_tokens]
             if missing:

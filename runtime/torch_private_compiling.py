@@ -53,6 +53,14 @@ _INDUCTOR_MODULES = (
 )
 
 
+def inductor_settings() -> list[str]:
+    """Returns the names of all settings of Inductor."""
+    from torch._inductor import list_options
+
+    names: list[str] = list_options()
+    return names
+
+
 def import_inductor() -> None:
     """Imports what Inductor would import while it compiles its first graph; a module that is gone is left out."""
     for name in _INDUCTOR_MODULES:

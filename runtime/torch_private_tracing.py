@@ -29,6 +29,10 @@ from torch._dynamo.variables.nn_module import NNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from .errors import CompileError
 from .torch_private_compiling import data_dependence_allowed
@@ -251,10 +255,32 @@ def on_fake_tensors(tx: Any) -> Iterator[None]:
         preserve_rng_state(),
         mode,
         _allowing_real_inputs(mode),
+        _RealInputsAsFakes(mode),
         data_dependence_allowed(mode.shape_env),
         mode.shape_env.ignore_fresh_unbacked_symbols(),
     ):
         yield
+
+
+class _RealInputsAsFakes(TorchDispatchMode):
+    """Makes real tensors fake before a fake mode sees them, which runs ``real.add_(1)`` for real (torch 2.13)."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with disable_current_modes():
+            fake: torch.Tensor = self._mode.fake_tensor_converter.from_real_tensor(self._mode, tensor)
+        return fake
 
 
 @contextlib.contextmanager

@@ -120,7 +120,8 @@ def generate(
                 errors.print(Text(f"Plan: {change}"))
             if explain:
                 errors.print(Text(engine.runner.explain()))
-            errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
+            if engine.runner.log.counts:  # A refused prompt is told alone.
+                errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
     for message in printer.errors:
         errors.print(Text.assemble(("Error: ", "bold red"), message))
     if printer.errors:

@@ -46,8 +46,9 @@ def capture(
         fn: Any callable; run without autograd.
         example_args: Positional arguments, at the largest capture size. Tensors are copied.
         example_kwargs: Keyword arguments likewise.
-        compile: None, or what compiles the pieces between marks: ``inductor``, ``fx`` (runs them as they are),
-            the name of any Dynamo backend, or a callable. One trace and one compile serve all capture sizes.
+        compile: None or ``none``, or what compiles the pieces between marks: ``inductor``, ``fx`` (runs
+            them as they are), the name of any Dynamo backend, or a callable. One trace and one compile serve
+            all capture sizes.
         compile_options: More options of backend ``sgl_piecewise``.
         shares_layers: Whether equal layers of the module are traced and compiled once.
         on_recompile: What a call without a graph does if it was not compiled for: None compiles, ``error``
@@ -62,7 +63,7 @@ def capture(
         CompileError: The function cannot be compiled; the message says where, and what to do.
         CaptureError: It cannot be captured; nothing is left half-captured.
     """
-    if compile is None:
+    if compile is None or compile == "none":
         for name, given in (("compile_options", compile_options), ("on_recompile", on_recompile)):
             if given is not None:
                 raise ConfigError(f"{name} is given, but nothing is compiled: say with what in compile=.")

@@ -13,8 +13,8 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
-from sgl_piecewise import eager_on_graph
-from sgl_piecewise.compiler.options import options_from
+from sgl_piecewise import capture, eager_on_graph
+from sgl_piecewise.compiler.options import CompileOptions, options_from
 from sgl_piecewise.compiler.piece_compilers import piece_compiler_for
 from sgl_piecewise.compiler.tracing_errors import explained_tracing_errors
 from sgl_piecewise.passes.dump import new_dump_folder
@@ -222,3 +222,26 @@ def test_unwrapped_by_plain_torch_compile_the_error_is_the_inner_one() -> None:
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(layered, piece_compiler=broken)(X)
     assert isinstance(caught.value.inner_exception, CompileError)
+
+
+def test_unknown_setting_of_inductor_is_named_before_anything_compiles() -> None:
+    for name, message in (("max_autotun", "did you mean 'max_autotune'"), ("zzz", "list_options")):
+        with pytest.raises(ConfigError, match=f"inductor_config names '{name}'.*{message}"):
+            piece_compiler_for(CompileOptions(inductor_config={name: True}))
+
+
+def test_unknown_piece_compiler_lists_what_a_user_would_choose() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'inductor'") as caught:
+        piece_compiler_for(CompileOptions(piece_compiler="inducter"))
+    assert "TESTING_ONLY" not in str(caught.value)
+    assert "fx" in str(caught.value)
+    assert callable(piece_compiler_for(CompileOptions(piece_compiler="aot_eager")))
+
+
+def test_compile_none_is_the_grids_first_row() -> None:
+    x = torch.randn(4, 8)
+    with torch.inference_mode():
+        captured = capture(torch.sin, (x,), compile="none")
+        assert torch.equal(captured(x), torch.sin(x))
+        with pytest.raises(ConfigError, match="nothing is compiled"):
+            capture(torch.sin, (x,), compile="none", compile_options={"fusions": []})

@@ -121,6 +121,29 @@ def test_what_cannot_be_asked() -> None:
         memory_estimate(lambda x: print(x + 1), (x,))  # noqa: T201
 
 
+def test_arguments_that_cannot_be_are_told() -> None:
+    x = torch.ones(7, 4)
+    with pytest.raises(ConfigError, match=r"args must be a tuple.*got Tensor.*Write \(x,\)"):
+        memory_estimate(torch.sin, x)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="takes a function or module, got str"):
+        memory_estimate("sin", (x,))  # type: ignore[arg-type]
+    with pytest.raises(CompileError, match="computes nothing with tensors"):
+        memory_estimate(lambda number: number, (3,))
+    peak = memory_estimate(lambda x: x + 1, (x,)).peak
+    for count in (-1, 2.5, "3", True, {"s0": -1}):
+        with pytest.raises(ConfigError, match="whole number of at least 0"):
+            peak.at(count)  # type: ignore[arg-type]
+
+
+def test_forward_of_one_size_only_is_told() -> None:
+    x = torch.ones(7, 8)
+    with pytest.raises(
+        CompileError, match=r"works at the size of its arguments only(.|\n)*dynamic_dims=\{\}"
+    ):
+        memory_estimate(lambda x: x + torch.ones(7, 8), (x,))
+    assert memory_estimate(lambda x: x + torch.ones(7, 8), (x,), dynamic_dims={}).peak.at(7) > 0
+
+
 def test_another_dimension_may_follow_the_tokens() -> None:
     estimate = memory_estimate(lambda x: x + 1, (torch.ones(128, 7),), dynamic_dims={0: 1})
     assert estimate.peak.at(10) == 10 * BLOCK

@@ -18,7 +18,7 @@ from sgl_piecewise.compiler.forward import CompiledForward
 from sgl_piecewise.compiler.layer_sharing import repeated_layers, restore_layers
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.segments import EagerSegment
-from sgl_piecewise.runtime.errors import CompileError, MarkResultError
+from sgl_piecewise.runtime.errors import CompileError, ConfigError, MarkResultError
 from sgl_piecewise.runtime.mark_handles import handle_of, num_handles
 
 from .support import noted_breaks
@@ -235,6 +235,12 @@ class Plain(nn.Module):
         return x + self.net(x)
 
 
+@pytest.mark.parametrize("given", [None, "model", torch.sin, nn.Linear])
+def test_only_a_model_can_be_prepared(given: Any) -> None:
+    with pytest.raises(ConfigError, match="takes a model"):
+        compile_layers_once(given)
+
+
 def test_any_module_list_of_equal_layers() -> None:
     model = stack_of([Plain() for _ in range(4)])
     forward = compiled(model)
@@ -333,6 +339,28 @@ def test_buffers_that_layers_write() -> None:
     forward = CompiledForward(model, options={"piece_compiler": "fx"})
     eager = copy.deepcopy(model)
     for size in (5, 5, 4):
+        torch.testing.assert_close(forward(inputs(size)), eager(inputs(size)), rtol=0, atol=0)
+    for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("write", ["add_", "mul_", "sub_"])
+def test_tracing_does_not_write_buffers(write: str) -> None:
+    class Stepping(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.full((WIDTH,), 3.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            getattr(self.steps, write)(
+                2
+            )  # Nothing of the call is in it: all its tensors are the layer's own.
+            return super().forward(x) + self.steps
+
+    model = stack_of([Stepping() for _ in range(3)])
+    eager = copy.deepcopy(model)
+    forward = CompiledForward(model, options={"piece_compiler": "fx"})
+    for size in (5, 4):
         torch.testing.assert_close(forward(inputs(size)), eager(inputs(size)), rtol=0, atol=0)
     for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -44,6 +44,13 @@ def test_tokens_are_the_same_with_graphs_and_without_and_the_closing_line_says_w
     assert "mixed by extend none" in without.stderr
 
 
+@pytest.mark.parametrize("ids", ["", "1,999999", ",".join(["1"] * 60)])
+def test_a_refused_prompt_is_told_alone(ids: str) -> None:
+    result = invoke(*QUICK, "--prompt-ids", ids)
+    assert result.exit_code == EXIT_REQUEST
+    assert message_of(result).startswith("Error: Request 'prompt 1'")
+
+
 def test_a_plan_file_is_followed_and_the_command_line_is_on_top(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text('[modes.decode]\nstrategy = "eager"\n[modes.extend]\nstrategy = "none"\n')
