@@ -63,6 +63,11 @@ class CompileOptions:
                 f"inductor_config is given, but piece_compiler is {self.piece_compiler!r}: leave one of them out."
             )
         _check_path("cache_folder", self.cache_folder)
+        if self.cache_folder is not None and self.piece_compiler != "inductor":
+            raise ConfigError(
+                f"cache_folder is given, but piece_compiler is {self.piece_compiler!r}: only what Inductor compiled is "
+                "kept on disk. Leave one of them out."
+            )
         _check_path("profile", self.profile)
         if self.inductor_config.get("triton.cudagraphs"):
             raise ConfigError(

@@ -54,11 +54,10 @@ _INDUCTOR_MODULES = (
 
 
 def inductor_settings() -> list[str]:
-    """Returns the names of all settings of Inductor."""
-    from torch._inductor import list_options
+    """Returns the names of all settings of Inductor; ``list_options`` leaves out those that stand for others."""
+    from torch._inductor import config
 
-    names: list[str] = list_options()
-    return names
+    return list(config._config)
 
 
 def import_inductor() -> None:

@@ -150,7 +150,8 @@ def _build(
 ) -> Callable[..., Any]:
     """Makes every size ready; returns what is called then."""
     compiler, strategy = cell_of(request.strategy)
-    compile_options = None if compiler is None else {"cache_folder": request.cache_folder}
+    # Only what Inductor compiled is kept on disk.
+    compile_options = {"cache_folder": request.cache_folder} if compiler == "inductor" else None
     if strategy == "none":
         assert compiler is not None, "cell_of() refuses what builds nothing"
         compiled = compiled_forward(model, compiler, compile_options, shares_layers=request.shares_layers)

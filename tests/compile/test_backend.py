@@ -163,6 +163,7 @@ def test_defaults() -> None:
         ({"capture": "none", "max_graphs": 4}, "max_graphs is given, but capture is 'none'"),
         ({"inductor_config": 3}, "must be a mapping"),
         ({"piece_compiler": "fx", "inductor_config": {"max_autotune": True}}, "leave one of them out"),
+        ({"piece_compiler": "fx", "cache_folder": "somewhere"}, "only what Inductor compiled is kept"),
         ({"inductor_config": {"triton.cudagraphs": True}}, "Capture has one owner"),
     ],
 )
