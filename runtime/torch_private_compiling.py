@@ -57,7 +57,8 @@ def inductor_settings() -> list[str]:
     """Returns the names of all settings of Inductor; ``list_options`` leaves out those that stand for others."""
     from torch._inductor import config
 
-    return list(config._config)
+    settings: dict[str, Any] = vars(config)["_config"]
+    return list(settings)
 
 
 def import_inductor() -> None:
