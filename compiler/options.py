@@ -42,11 +42,11 @@ class CompileOptions:
     profile: str | os.PathLike[str] | None = None
     fusions: Sequence[str] = ()
     dump_folder: str | None = None
-    capture: str = "auto"
-    capture_after: int = 1
-    capture_sizes: Sequence[int] | None = None
-    max_graphs: int = 32
-    outputs: str = "copy"
+    capture: str = CallPolicy.capture
+    capture_after: int = CallPolicy.capture_after
+    capture_sizes: Sequence[int] | None = CallPolicy.capture_sizes
+    max_graphs: int = CallPolicy.max_graphs
+    outputs: str = CallPolicy.outputs
 
     def __post_init__(self) -> None:
         if not isinstance(self.piece_compiler, str) and not callable(self.piece_compiler):
