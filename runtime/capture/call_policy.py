@@ -12,10 +12,10 @@ import torch
 from ..errors import ConfigError, nearest
 from .session import CaptureMode
 from .sizes import validate_capture_sizes
+from .static_outputs import OUTPUT_MODES
 
 CaptureChoice = Literal["auto", "none", "full", "breakable"]
 CAPTURE_CHOICES: tuple[CaptureChoice, ...] = ("auto", "none", "full", "breakable")
-OUTPUT_MODES = ("copy", "view")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,12 +24,10 @@ from .devices import graph_device_for, refuse_other_device
 from .session import CaptureMode, refuse_nested_capture
 from .sizes import validate_capture_sizes
 from .static_inputs import StaticInputs
+from .static_outputs import OUTPUT_MODES
 from .statics import StaticTensorMap, StaticTensors
 
-OutputMode = Literal["copy", "view"]
-
 CAPTURE_STRATEGIES: tuple[CaptureMode, ...] = ("full", "breakable")
-OUTPUT_MODES: tuple[OutputMode, ...] = ("copy", "view")
 
 
 def capture(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .. import tree
 from ..errors import CaptureError
+
+OutputMode = Literal["copy", "view"]
+OUTPUT_MODES: tuple[OutputMode, ...] = ("copy", "view")
 
 
 class OutputCut:
