@@ -5,8 +5,6 @@ The torch versions in `runtime/batch/positions.py` say what the results are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,11 @@ def clamp_position_triton(seq_lens: torch.Tensor, num_tokens_per_req: int = 1) -
 
 @triton.jit
 def _clamp_position_kernel(
-    seq_lens: Any, positions: Any, num_tokens: Any, num_tokens_per_req: Any, BLOCK: tl.constexpr
+    seq_lens: tl.tensor,
+    positions: tl.tensor,
+    num_tokens: tl.tensor,
+    num_tokens_per_req: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < num_tokens
@@ -58,10 +60,10 @@ def compute_position_triton(
 
 @triton.jit
 def _compute_position_kernel(
-    prefix_lens: Any,
-    extend_lens: Any,
-    positions: Any,
-    start_loc: Any,
+    prefix_lens: tl.tensor,
+    extend_lens: tl.tensor,
+    positions: tl.tensor,
+    start_loc: tl.tensor,
     HAS_KV_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -74,10 +76,10 @@ def _compute_position_kernel(
     while begin < request:
         other = begin + tl.arange(0, BLOCK)
         is_before = other < request
-        extend_len = tl.load(extend_lens + other, mask=is_before, other=0)
+        extend_len = tl.load(extend_lens + other, mask=is_before, other=0).to(tl.int32)
         tokens_before += extend_len
         if HAS_KV_OFFSET:
-            kv_before += extend_len + tl.load(prefix_lens + other, mask=is_before, other=0)
+            kv_before += extend_len + tl.load(prefix_lens + other, mask=is_before, other=0).to(tl.int32)
         begin += BLOCK
     token_start = tl.sum(tokens_before, 0)
     if HAS_KV_OFFSET:
