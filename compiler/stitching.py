@@ -96,8 +96,8 @@ def _writes_inputs(piece: GraphModule, values: Sequence[Any]) -> bool:
     examples = torch_private_compiling.example_inputs(values)
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in tensors]
-    with torch_private_compiling.on_current_fake_mode(), torch.no_grad():
-        piece(*examples)
+    with torch_private_compiling.on_fake_tensors_of(examples) as fakes:
+        piece(*fakes)
     return [tensor._version for tensor in tensors] != before
 
 
