@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -63,5 +64,5 @@ else:
 
 @needs_triton
 def test_compiled_kernels_on_the_cpu_are_refused() -> None:
-    environment = {"PYTHONSAFEPATH": "1", "TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True, env=environment)
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-P", "-c", ON_THE_CPU], check=True, env=environment)
