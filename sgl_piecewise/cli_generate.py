@@ -45,11 +45,14 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of random draws and of random weights.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a prompt's output.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="A TOML file: a strategy for every forward mode.")] = None,
-    decode: Annotated[
-        str | None, typer.Option(help="Strategy of decoding: eager, none (padded eager), full, breakable.")
+    plan: Annotated[
+        Path | None, typer.Option(help="A TOML file: how to compile and capture every forward mode.")
     ] = None,
-    extend: Annotated[str | None, typer.Option(help="Strategy of prompts, likewise.")] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(help="Capture strategy of decoding: eager, none (padded eager), full, breakable."),
+    ] = None,
+    extend: Annotated[str | None, typer.Option(help="Capture strategy of prompts, likewise.")] = None,
     prefill_attention: Annotated[str | None, typer.Option(help="Attention backend of prompts.")] = None,
     decode_attention: Annotated[str | None, typer.Option(help="Attention backend of decoding.")] = None,
     kernels: Annotated[
