@@ -28,8 +28,9 @@ from .console import (
     errors_as_messages,
     progress_bar,
 )
-from .generation.engine import EngineOptions
+from .generation.engine import EngineOptions, OfflineEngine
 from .generation.printing import TokenPrinter, closing_line
+from .generation.requests import GenerationRequest
 from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
 
 
@@ -117,19 +118,32 @@ def generate(
             )
             engine = build_engine(setup, loaded, on_progress)
         printer = TokenPrinter(Console(), num_prompts=len(requests), has_text=loaded.tokenizer is not None)
-        clock, errors = PhaseClock(), Console(stderr=True, soft_wrap=True)
-        try:
-            with clock.phase("generate"):
-                engine.generate(requests, on_event=printer)
-        finally:
-            printer.close()
-            for change in engine.runner.plan_changes:
-                errors.print(Text(f"Plan: {change}"))
-            if explain:
-                errors.print(Text(engine.runner.explain()))
-            if engine.runner.log.counts:  # A refused prompt is told alone.
-                errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
+        errors = Console(stderr=True, soft_wrap=True)
+        _generate_and_tell(engine, requests, printer, errors, explains=explain)
     for message in printer.errors:
         errors.print(Text.assemble(("Error: ", "bold red"), message))
     if printer.errors:
         raise typer.Exit(EXIT_WRONG)
+
+
+def _generate_and_tell(
+    engine: OfflineEngine,
+    requests: list[GenerationRequest],
+    printer: TokenPrinter,
+    errors: Console,
+    *,
+    explains: bool,
+) -> None:
+    """Generates, and says how the forwards ran, also where it was interrupted."""
+    clock = PhaseClock()
+    try:
+        with clock.phase("generate"):
+            engine.generate(requests, on_event=printer)
+    finally:
+        printer.close()
+        for change in engine.runner.plan_changes:
+            errors.print(Text(f"Plan: {change}"))
+        if explains:
+            errors.print(Text(engine.runner.explain()))
+        if engine.runner.log.counts:  # A refused prompt is told alone.
+            errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
