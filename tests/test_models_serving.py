@@ -20,6 +20,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_moe": ("qwen3_moe", TINY_EXPERTS),
     "gemma3": ("gemma3_text", TINY_GEMMA),
+    "windows only": ("gemma3_text", TINY_GEMMA | {"layer_types": ["sliding_attention"] * 4}),
 }
 PLANS = {"eager": ("eager", "eager"), "graphs": ("full", "breakable"), "whole graphs": ("full", "full")}
 TOKEN_IDS = torch.randint(0, 96, (4, 100), generator=torch.Generator().manual_seed(1)).tolist()

@@ -54,15 +54,22 @@ def measure_forward_bytes(model: ServedModel, num_tokens: int, device: GraphDevi
 def sub_pool_specs(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> list[SubPoolSpec]:
     """Returns the sub-pools of a model: full attention, and sliding windows where it has them.
 
+    Where every layer has a window, the full one has no layers and takes no memory: it only numbers
+    the slots of requests.
+
     Raises:
-        ConfigError: Layers of one kind differ in their sizes, or no layer is of full attention.
+        ConfigError: Layers of one kind differ in their sizes, or there are none.
     """
+    if not layers:
+        raise ConfigError("The model has no attention layers, so there is nothing to make a KV pool for.")
     specs = []
     for name, of_kind in (
         (FULL_POOL, [layer for layer in layers if layer.window is None]),
         (WINDOW_POOL, [layer for layer in layers if layer.window is not None]),
     ):
         if not of_kind:
+            if name == FULL_POOL:
+                specs.append(_numbers_only(layers[0], dtype))
             continue
         shapes = {(layer.num_kv_heads, layer.head_dim, layer.window) for layer in of_kind}
         if len(shapes) > 1:
@@ -81,3 +88,13 @@ def sub_pool_specs(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> list[
             )
         )
     return specs
+
+
+def _numbers_only(layer: AttentionSpec, dtype: torch.dtype) -> SubPoolSpec:
+    return SubPoolSpec(
+        name=FULL_POOL,
+        layer_ids=(),
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        dtype=dtype,
+    )
