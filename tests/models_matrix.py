@@ -1,4 +1,4 @@
-"""Every strategy on the same prompts, against transformers: the matrix of issue four's first point.
+"""Every strategy on the same prompts, against transformers.
 
 A cell is a model, a strategy and a way of handing prompts in. All cells of a model share its weights,
 and transformers judges each continuation once, however many cells give it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from models_serving import greedy_tokens
 
@@ -17,6 +18,7 @@ from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
+from sgl_piecewise.runtime.runners.padding_policy import PaddingPolicy
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 
 STRATEGIES: dict[str, tuple[str, str]] = {
@@ -37,6 +39,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 NUM_PROMPTS, LONGEST, NUM_NEW = 32, 900, 64
 
+MATRIX_DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.matrix),
+    pytest.param("cuda", marks=[pytest.mark.matrix, pytest.mark.slow, pytest.mark.gpu]),
+]
+"""Of tests of all prompts: a tier of their own where graphs are emulated, the second one on a GPU."""
+
 
 def matrix_lengths(num_prompts: int = NUM_PROMPTS, longest: int = LONGEST) -> list[int]:
     """Returns lengths from 1 to the longest, as many between 1 and 10 as between 10 and 100."""
@@ -55,13 +63,15 @@ def matrix_runner(
     lengths: Sequence[int],
     *,
     num_new: int = NUM_NEW,
-    max_extend_tokens: int = 1024,
-    sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024),
+    max_extend_tokens: int = 256,
+    sizes: tuple[int, ...] = (32, 128, 256),
     **options: Any,
 ) -> ModelRunner:
     """Builds a runner with graphs for every batch that these prompts can lead to."""
     capture, compiler = STRATEGIES[strategy]
     num = len(lengths)
+    # One forward takes every request that decodes, and tokens of a prompt beside them.
+    assert max_extend_tokens > num
 
     def mode(sizes: tuple[int, ...]) -> ModeStrategy:
         if capture == "eager":
@@ -72,7 +82,8 @@ def matrix_runner(
         modes={
             ForwardMode.DECODE: mode((1, num) if num > 1 else (1,)),
             ForwardMode.EXTEND: mode(tuple(size for size in sizes if size <= max_extend_tokens)),
-        }
+        },
+        padding=PaddingPolicy(max_factor=4.0),
     )
     limits: dict[str, Any] = {
         "max_requests": num,
@@ -90,7 +101,10 @@ def generated_by(
 ) -> list[list[int]]:
     """Generates greedily in one way; fails if a forward did not run as its strategy says."""
     before = runner.log.counts.copy()
-    generated = greedy_tokens(runner, prompts, num_new, **WAYS[way])
+    options = dict(WAYS[way])
+    if "chunk_tokens" in options:
+        options["chunk_tokens"] = min(options["chunk_tokens"], runner.options.max_extend_tokens // 2)
+    generated = greedy_tokens(runner, prompts, num_new, **options)
     assert [len(tokens) for tokens in generated] == [num_new] * len(prompts)
     ran = {key.strategy for key in runner.log.counts - before}
     assert ran == {STRATEGIES[strategy][0]}, runner.log.summary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -15,12 +16,26 @@ from ..kv.pool import SubPoolSpec
 from ..kv.slots import FULL_POOL, WINDOW_POOL
 from ..runners.served_model import ServedModel
 
+_MEMINFO = Path("/proc/meminfo")
+
 
 def free_bytes(device: torch.device) -> int:
     """Returns the memory that is free on a device, the allocator's cached blocks included."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _available_host_bytes()
+
+
+def _available_host_bytes() -> int:
+    """Returns what the host can give: free memory, and what its caches would give up."""
+    # What sysconf calls available leaves the cached files out: after reading a checkpoint that is most memory.
+    try:
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # Not Linux.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
