@@ -106,7 +106,7 @@ def test_greedy_tokens_equal_transformers_over_two_sub_pools(
     """Prompts on both sides of the window of 512 tokens, in chunks."""
     lengths, num_new = [600, 5, 40], 8
     prompts = prompts_of(loaded, lengths)
-    runner = matrix_runner(loaded.model, strategy, lengths, num_new=num_new)
+    runner = matrix_runner(loaded.model, strategy, lengths, num_new=num_new, window_fraction=1.0)
     Judge(reference, ERROR).check(prompts, generated_by(runner, strategy, "chunked", prompts, num_new))
 
 
