@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from sgl_piecewise.passes.estimate_memory import MEMORY, MemoryEstimate
+from sgl_piecewise.passes.estimate_memory import MEMORY
+from sgl_piecewise.passes.memory_estimate import MemoryEstimate
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
