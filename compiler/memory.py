@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError, ConfigError
 from sgl_piecewise.runtime.torch_private_entries import TRACING_FAILURES
 
+from .layer_runner import LayerRunner
+from .layer_sharing import layers_shared
+from .layered_memory import LayeredEstimates
 from .tracing_errors import explained_tracing_errors
 
 
@@ -24,6 +28,7 @@ def memory_estimate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_dims: Mapping[int | str, int] | None = None,
+    shares_layers: bool = True,
 ) -> MemoryEstimate:
     """Traces a forward and estimates what a graph pool needs to capture it, as a function of its size.
 
@@ -35,10 +40,13 @@ def memory_estimate(
         kwargs: Example keyword arguments.
         dynamic_dims: Which dimension of which argument (position or name) is the token count; by default
             dimension 0 of every tensor that is as long there as the first tensor.
+        shares_layers: Whether equal layers are traced once, as ``capture`` does. A layer's inputs then live
+            until it has run; else as long as something reads them.
 
     Returns:
-        The estimate; ``estimate.peak.at(num_tokens)`` is the pool in bytes. It holds for pieces that run as FX;
-        Inductor's need less, since it keeps fewer values.
+        The estimate; ``estimate.reserved_bytes(sizes, device)`` is what a pool on that device reserves, and
+        ``estimate.peak.at(num_tokens)`` what of it lives at once. It holds for pieces that run as FX; Inductor's
+        need less, since it keeps fewer values.
 
     Raises:
         CompileError: The forward cannot be traced in one graph, or computes nothing with tensors.
@@ -56,30 +64,36 @@ def memory_estimate(
         )
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs or {})
-    with torch_private_compiling.dynamic_sizes(_dynamic(named, dynamic_dims)):
-        found: list[MemoryEstimate] = []
-
-        def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            traced: Callable[..., Any] = gm.forward
-            copy = GraphModule(gm, _copied(gm))
-            found.append(run_passes(copy, example_inputs, pipeline(estimates_memory=True)).meta[MEMORY])
-            return traced
-
+    estimates = LayeredEstimates(_estimate)
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch_private_compiling.dynamic_sizes(_dynamic(named, dynamic_dims)))
+        if isinstance(owner, torch.nn.Module):
+            stack.enter_context(layers_shared(owner, shares_layers))
+        compiled = torch.compile(fn, backend=estimates, fullgraph=True)
         try:
             with explained_tracing_errors():
-                torch.compile(fn, backend=backend, fullgraph=True)(*args, **(kwargs or {}))
+                LayerRunner(estimates).around(lambda: compiled(*args, **(kwargs or {})))()
         except TRACING_FAILURES as err:  # Its size is a constant: the guards of the trace say so at its end.
             raise CompileError(
                 "The forward works at the size of its arguments only, so no estimate holds at another: "
                 f"{err}\nTake the size from an argument (x.shape[0]), or name the dimensions that vary: "
                 "dynamic_dims={} is for none."
             ) from err
-    if not found:
+    estimate = estimates.linked()
+    if estimate is None:
         raise CompileError(
             "The forward was not traced. Either it computes nothing with tensors, or compiling is switched off around "
             "this call (torch.compiler.disable, set_stance, or TORCHDYNAMO_DISABLE)."
         )
-    return found[0]
+    return estimate
+
+
+def _estimate(gm: GraphModule, example_inputs: Sequence[Any]) -> MemoryEstimate:
+    """Estimates one trace, on a copy: the trace itself is to be run."""
+    copy = GraphModule(gm, _copied(gm))
+    found: MemoryEstimate = run_passes(copy, example_inputs, pipeline(estimates_memory=True)).meta[MEMORY]
+    return found
 
 
 def _dynamic(

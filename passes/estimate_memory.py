@@ -25,7 +25,7 @@ from sgl_piecewise.runtime.mark_call_site import call_site
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 
 from .memory_estimate import BreakMemory, MemoryEstimate, PieceMemory
-from .pool_events import PieceRun, PoolEvent, levels_of, run_piece, tensors_of
+from .pool_events import LayerCall, PieceRun, PoolEvent, levels_of, run_piece, tensors_of, without_layers
 from .split_at_marks import pieces_of
 from .symbolic_bytes import SymbolicBytes, rounded_bytes
 
@@ -58,7 +58,7 @@ class _Forward:
 
     gm: GraphModule
     blocks: dict[Node, tuple[int, ...]] = field(default_factory=dict)
-    events: list[PoolEvent] = field(default_factory=list)
+    events: list[PoolEvent | LayerCall] = field(default_factory=list)
     num_blocks: int = 0
     runs: dict[str, PieceRun] = field(default_factory=dict)
     breaks: Counter[tuple[str, Any]] = field(default_factory=Counter)
@@ -88,8 +88,9 @@ class _Forward:
                 BreakMemory(name=name, num_calls=count, results=SymbolicBytes.largest_of([num_bytes]))
                 for (name, num_bytes), count in self.breaks.items()
             ),
-            peak=SymbolicBytes.largest_of(levels_of(_without_staging(self.events))),
+            peak=SymbolicBytes.largest_of(levels_of(without_layers(self.events))),
             events=tuple(self.events),
+            outputs=self._output_blocks(),
         )
 
     def _last_uses(self) -> dict[Node, list[Node]]:
@@ -109,6 +110,11 @@ class _Forward:
         gone = dict.fromkeys(block for node in nodes for block in alive.pop(node, ()))
         kept = {block for blocks in alive.values() for block in blocks}
         self.events += [PoolEvent(block) for block in gone if block != _OUTSIDE and block not in kept]
+
+    def _output_blocks(self) -> tuple[int, ...]:
+        (output,) = (node for node in self.gm.graph.nodes if node.op == "output")
+        blocks = dict.fromkeys(block for used in output.all_input_nodes for block in self.blocks[used])
+        return tuple(block for block in blocks if block != _OUTSIDE)
 
     def _new_block(self, num_bytes: Any, *, is_staging: bool = False) -> int:
         self.num_blocks += 1
@@ -139,18 +145,29 @@ class _Forward:
         self.blocks[node] = tuple(found)
 
     def _call_mark(self, node: Node) -> None:
-        """Adds boundary buffers, and what waits in the pool until the next graph has begun with its copies."""
-        value = node.meta.get("example_value")
-        results = [one for one in tensors_of(value) if one.device.type == self.device]
-        found, staging = [], []
-        for one in results:
-            num_bytes = rounded_bytes(one.untyped_storage().nbytes())
-            found.append(self._new_block(num_bytes))
-            staging.append(self._new_block(num_bytes, is_staging=True))
-        self.events += [PoolEvent(block, is_staging=True) for block in reversed(staging)]
+        """Adds the results of a marked call or layer; those of a break are boundary buffers."""
+        site = call_site(str(node.args[3]))
+        results = [one for one in tensors_of(node.meta.get("example_value")) if one.device.type == self.device]
+        num_bytes = [rounded_bytes(one.untyped_storage().nbytes()) for one in results]
+        if site.is_break:
+            found = self._boundary_blocks(num_bytes)
+            self.breaks[site.name, sum(num_bytes, sympy.Integer(0))] += 1
+        else:
+            first = self.num_blocks + 1
+            self.num_blocks += len(num_bytes)
+            found = list(range(first, first + len(num_bytes)))
+            allocations = tuple(map(PoolEvent, found, num_bytes))
+            self.events.append(LayerCall(site.name.partition(",")[0], allocations))
         self.blocks[node] = tuple(found) or (_OUTSIDE,)
-        total = sum((rounded_bytes(one.untyped_storage().nbytes()) for one in results), sympy.Integer(0))
-        self.breaks[call_site(str(node.args[3])).name, total] += 1
+
+    def _boundary_blocks(self, num_bytes: Sequence[Any]) -> list[int]:
+        """Allocates boundary buffers, and what waits in the pool until the next graph begins with its copies."""
+        found, staging = [], []
+        for one in num_bytes:
+            found.append(self._new_block(one))
+            staging.append(self._new_block(one, is_staging=True))
+        self.events += [PoolEvent(block, is_staging=True) for block in reversed(staging)]
+        return found
 
     def _piece_memory(self, name: str) -> PieceMemory:
         run = self.runs[name]
@@ -160,10 +177,6 @@ class _Forward:
             peak=SymbolicBytes.largest_of(run.levels),
             outputs=SymbolicBytes.largest_of([run.output_bytes]),
         )
-
-
-def _without_staging(events: Iterable[PoolEvent]) -> Iterable[PoolEvent]:
-    return (event for event in events if not event.is_staging)
 
 
 def _device_of(gm: GraphModule) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import ConfigError
 
-from .pool_events import PoolEvent
+from .pool_events import LayerCall, PoolEvent, without_layers
 from .symbolic_bytes import SymbolicBytes, values_of_symbols
 
 
@@ -53,13 +53,16 @@ class MemoryEstimate:
         pieces: One entry per distinct piece.
         breaks: One entry per mark and size of results.
         peak: Bytes that live at once when most do, outputs included, without what waits to be copied.
-        events: Allocations and frees of one capture, in order.
+        events: Allocations and frees of one capture, in order. Calls of shared layers are among them only in
+            the estimate of one trace.
+        outputs: Blocks that the outputs lie in.
     """
 
     pieces: tuple[PieceMemory, ...]
     breaks: tuple[BreakMemory, ...]
     peak: SymbolicBytes
-    events: tuple[PoolEvent, ...]
+    events: tuple[PoolEvent | LayerCall, ...]
+    outputs: tuple[int, ...] = ()
 
     def reserved_bytes(self, sizes: int | Sequence[int], device: GraphDevice) -> int:
         """Returns what the pool holds once every size was captured; see `reserved_after_each`."""
@@ -84,7 +87,8 @@ class MemoryEstimate:
         """
         if not sizes:
             raise ConfigError("sizes is empty: name the capture sizes of the pool.")
-        expressions = dict.fromkeys(event.num_bytes for event in self.events if event.num_bytes is not None)
+        events = list(without_layers(self.events))
+        expressions = dict.fromkeys(event.num_bytes for event in events if event.num_bytes is not None)
         symbols = sorted({one for each in expressions for one in each.free_symbols}, key=str)
         pool = device.new_pool_model()
         reserved = {}
@@ -92,7 +96,7 @@ class MemoryEstimate:
             values = values_of_symbols(symbols, size)
             num_bytes = {one: int(one.xreplace(values)) for one in expressions}
             blocks: dict[int, int] = {}
-            for event in self.events:
+            for event in events:
                 if event.is_staging and not pool.sets_copy_sources:
                     continue
                 if event.num_bytes is None:

@@ -7,7 +7,7 @@ what calls a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,18 @@ class PoolEvent(NamedTuple):
     block: int
     num_bytes: Any = None
     is_staging: bool = False
+
+
+class LayerCall(NamedTuple):
+    """The call of a shared layer, whose own events are those of another trace.
+
+    Attributes:
+        name: The layer's class.
+        results: One allocation per fresh result.
+    """
+
+    name: str
+    results: tuple[PoolEvent, ...]
 
 
 class PieceOutput(NamedTuple):
@@ -74,12 +86,23 @@ class PieceRun:
         return sum((self.num_bytes[block] for block in blocks), sympy.Integer(0))
 
 
+def without_layers(events: Iterable[PoolEvent | LayerCall]) -> Iterator[PoolEvent]:
+    """Yields events with no more of a layer than its results."""
+    for event in events:
+        if isinstance(event, LayerCall):
+            yield from event.results
+        else:
+            yield event
+
+
 def levels_of(events: Iterable[PoolEvent]) -> dict[Any, None]:
-    """Returns what is allocated after each allocation, each sum once, in order."""
+    """Returns what is allocated after each allocation, without staging, each sum once, in order."""
     total: Any = sympy.Integer(0)
     live: dict[int, Any] = {}
     levels: dict[Any, None] = {}
     for event in events:
+        if event.is_staging:
+            continue
         if event.num_bytes is None:
             total = total - live.pop(event.block)
         else:

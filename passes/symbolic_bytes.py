@@ -48,6 +48,10 @@ class SymbolicBytes:
             kept[one] = terms
         return cls(candidates=tuple(kept))
 
+    def replaced(self, expressions: Mapping[Any, Any]) -> SymbolicBytes:
+        """Returns the number with other expressions in the place of symbols."""
+        return SymbolicBytes(candidates=tuple(one.xreplace(expressions) for one in self.candidates))
+
     @property
     def expression(self) -> Any:
         """The number as one sympy expression."""
