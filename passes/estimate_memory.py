@@ -116,9 +116,9 @@ class _Forward:
         blocks = dict.fromkeys(block for used in output.all_input_nodes for block in self.blocks[used])
         return tuple(block for block in blocks if block != _OUTSIDE)
 
-    def _new_block(self, num_bytes: Any, *, is_staging: bool = False) -> int:
+    def _new_block(self, num_bytes: Any, *, is_staging: bool = False, is_inside_piece: bool = False) -> int:
         self.num_blocks += 1
-        self.events.append(PoolEvent(self.num_blocks, num_bytes, is_staging))
+        self.events.append(PoolEvent(self.num_blocks, num_bytes, is_staging, is_inside_piece))
         return self.num_blocks
 
     def _call_piece(self, node: Node, piece: GraphModule) -> None:
@@ -130,12 +130,14 @@ class _Forward:
             ]
             self.runs[name] = run_piece(piece, values, self.device)
         run = self.runs[name]
+        handed_on = {output.index for output in run.outputs if output.kind == "fresh"}
         of_piece: dict[int, int] = {}
         for event in run.events:
+            is_inside = event.block not in handed_on
             if event.num_bytes is None:
-                self.events.append(PoolEvent(of_piece[event.block]))
+                self.events.append(PoolEvent(of_piece[event.block], is_inside_piece=is_inside))
             else:
-                of_piece[event.block] = self._new_block(event.num_bytes)
+                of_piece[event.block] = self._new_block(event.num_bytes, is_inside_piece=is_inside)
         found = []
         for output in run.outputs:
             if output.kind == "input":
@@ -147,7 +149,9 @@ class _Forward:
     def _call_mark(self, node: Node) -> None:
         """Adds the results of a marked call or layer; those of a break are boundary buffers."""
         site = call_site(str(node.args[3]))
-        results = [one for one in tensors_of(node.meta.get("example_value")) if one.device.type == self.device]
+        results = [
+            one for one in tensors_of(node.meta.get("example_value")) if one.device.type == self.device
+        ]
         num_bytes = [rounded_bytes(one.untyped_storage().nbytes()) for one in results]
         if site.is_break:
             found = self._boundary_blocks(num_bytes)

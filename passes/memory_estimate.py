@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import ConfigError
@@ -64,12 +63,18 @@ class MemoryEstimate:
     events: tuple[PoolEvent | LayerCall, ...]
     outputs: tuple[int, ...] = ()
 
-    def reserved_bytes(self, sizes: int | Sequence[int], device: GraphDevice) -> int:
+    def reserved_bytes(
+        self, sizes: int | Sequence[int], device: GraphDevice, *, are_pieces_compiled: bool = False
+    ) -> int:
         """Returns what the pool holds once every size was captured; see `reserved_after_each`."""
-        after_each = self.reserved_after_each([sizes] if isinstance(sizes, int) else sizes, device)
-        return list(after_each.values())[-1]
+        asked = [sizes] if isinstance(sizes, int) else sizes
+        return list(
+            self.reserved_after_each(asked, device, are_pieces_compiled=are_pieces_compiled).values()
+        )[-1]
 
-    def reserved_after_each(self, sizes: Sequence[int], device: GraphDevice) -> dict[int, int]:
+    def reserved_after_each(
+        self, sizes: Sequence[int], device: GraphDevice, *, are_pieces_compiled: bool = False
+    ) -> dict[int, int]:
         """Captures sizes on a model of the device's pool, largest first, as the engine does.
 
         That is more than what lives at once: an allocator takes memory in larger parts, and what is free between
@@ -78,6 +83,9 @@ class MemoryEstimate:
         Args:
             sizes: Capture sizes, in any order.
             device: Whose allocator is imitated; nothing is allocated there.
+            are_pieces_compiled: Whether a compiler makes code of the pieces. It keeps fewer values than FX does, so
+                the estimate is an upper bound then. On the emulated device, which takes such a piece for one
+                operation, only what pieces hand on counts.
 
         Returns:
             By size, largest first, the bytes that the pool has reserved after that size.
@@ -87,18 +95,21 @@ class MemoryEstimate:
         """
         if not sizes:
             raise ConfigError("sizes is empty: name the capture sizes of the pool.")
-        events = list(without_layers(self.events))
+        pool = device.new_pool_model()
+        events = [
+            event
+            for event in without_layers(self.events)
+            if (pool.sets_copy_sources or not event.is_staging)
+            and not (are_pieces_compiled and event.is_inside_piece and not pool.sees_compiled_code)
+        ]
         expressions = dict.fromkeys(event.num_bytes for event in events if event.num_bytes is not None)
         symbols = sorted({one for each in expressions for one in each.free_symbols}, key=str)
-        pool = device.new_pool_model()
         reserved = {}
         for size in sorted(sizes, reverse=True):
             values = values_of_symbols(symbols, size)
             num_bytes = {one: int(one.xreplace(values)) for one in expressions}
             blocks: dict[int, int] = {}
             for event in events:
-                if event.is_staging and not pool.sets_copy_sources:
-                    continue
                 if event.num_bytes is None:
                     if event.block in blocks:
                         pool.free(blocks.pop(event.block))

@@ -29,11 +29,13 @@ class PoolEvent(NamedTuple):
         num_bytes: Sympy expression of its bytes, rounded as an allocator rounds; None frees it.
         is_staging: Whether it is where a break's result waits for the graph that copies it, which only pools
             have whose graphs copy.
+        is_inside_piece: Whether it is for a value that no piece hands on.
     """
 
     block: int
     num_bytes: Any = None
     is_staging: bool = False
+    is_inside_piece: bool = False
 
 
 class LayerCall(NamedTuple):

@@ -18,7 +18,10 @@ class PoolModel(abc.ABC):
 
     Attributes:
         sets_copy_sources: The same.
+        sees_compiled_code: Whether what a compiler's code allocates for itself comes from the pool.
     """
+
+    sees_compiled_code = True
 
     def __init__(self, *, sets_copy_sources: bool) -> None:
         self.sets_copy_sources = sets_copy_sources

@@ -11,6 +11,9 @@ from .streams import CAPTURE_STREAM
 class EmulatedPoolModel(PoolModel):
     """Places blocks as an `Arena` does, by the same rules, without memory."""
 
+    # A compiled piece is one operation to the recorder, and only its results move into the pool.
+    sees_compiled_code = False
+
     def __init__(self, *, sets_copy_sources: bool) -> None:
         super().__init__(sets_copy_sources=sets_copy_sources)
         self._ranges = FreeRanges()
