@@ -52,7 +52,7 @@ from sgl_piecewise.runtime.capture.sizes import default_capture_sizes
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.stopwatch import stopwatch_for
 
-SCHEMA = "sgl_piecewise.benchmarks.compile/1"
+SCHEMA = "sgl_piecewise.benchmarks.compile/2"
 STEPS = ("cold", "warm", "replay")
 REPLAY_SIZES = (4, 16, 64, 256, 1024, 4096)
 NUM_OVERHEAD_SIZES = 5

@@ -66,7 +66,7 @@ def test_a_profile_survives_its_file() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"schema_version": 2}, "newer version"),
+        ({"schema_version": 3}, "newer version"),
         ({"schema_version": "1"}, "newer version"),
         ({"schema": "something"}, "expected 'sgl-piecewise.build-profile'"),
         ({"total_s": "long"}, "profile.total_s"),
