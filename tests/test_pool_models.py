@@ -1,4 +1,4 @@
-"""Models of pools reserve what the allocators that they imitate reserve: by hand for CUDA, against the emulated arena."""
+"""Models of pools reserve what allocators do: CUDA's by hand and on a GPU, the emulated arena's side by side."""
 
 from __future__ import annotations
 

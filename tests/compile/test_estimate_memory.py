@@ -251,7 +251,7 @@ def test_pool_estimates_say_why_there_is_none() -> None:
     (good,) = pool_estimates(torch.sin, (x,), compilers=["fx"], capture_sizes=[4, 8], device=EmulatedDevice())
     assert (good.reserved_bytes, good.is_upper_bound, good.missing_because) == (BLOCK, False, None)
     (bad,) = pool_estimates(
-        lambda x: print(x),
+        lambda x: print(x + 1),  # noqa: T201
         (x,),
         compilers=["inductor"],
         capture_sizes=[8],
