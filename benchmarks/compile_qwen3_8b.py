@@ -25,7 +25,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import importlib
 import json
 import os
 import platform
@@ -44,7 +43,7 @@ import torch
 
 from sgl_piecewise import capture
 from sgl_piecewise.comparison.tolerance import closeness, wide_model
-from sgl_piecewise.compiler.memory import pool_estimates
+from sgl_piecewise.entry import import_compiler
 from sgl_piecewise.models import decoder as decoder_module
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.loading import load_model
@@ -131,15 +130,9 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
     )
 
 
-def import_compilers() -> None:
-    """Imports what the first compile would import; no build holds it."""
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", "sgl_piecewise.compiler.forward"):
-        importlib.import_module(name)
-
-
 def prepare(subject: Subject) -> dict[str, float]:
     """Does once what a process does once; returns what that took."""
-    import_s = seconds_of(import_compilers)
+    import_s = seconds_of(lambda: import_compiler("inductor"))
 
     def all_sizes() -> None:
         for size in reversed(subject.sizes):
@@ -201,6 +194,10 @@ def estimated_memory(subject: Subject, built: dict[str, Any]) -> dict[str, Any]:
 
     ``fx_piecewise`` is built here: the estimate is of pieces that run as FX, and an upper bound for Inductor's.
     """
+    from sgl_piecewise.compiler.memory import (
+        pool_estimates,
+    )  # Here, so that the import of Dynamo is measured.
+
     settle(subject.device)
     captured = capture(
         subject.model.hidden_states,
