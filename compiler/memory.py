@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -148,6 +149,7 @@ def _traced(
         if isinstance(owner, torch.nn.Module):
             stack.enter_context(layers_shared(owner, shares_layers))
         # Its own code, so that nothing of this is left where others compile the forward.
+        assert isinstance(_call, types.FunctionType)
         function = torch_private_entries.with_own_code(_call, "memory_estimate")
         stack.callback(torch_private_entries.forget_compiles, function.__code__)
         compiled = torch.compile(function, backend=estimates, fullgraph=True)

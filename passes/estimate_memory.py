@@ -130,7 +130,7 @@ class _Forward:
             ]
             self.runs[name] = run_piece(piece, values, self.device)
         run = self.runs[name]
-        handed_on = {output.index for output in run.outputs if output.kind == "fresh"}
+        handed_on = {output.number for output in run.outputs if output.kind == "fresh"}
         of_piece: dict[int, int] = {}
         for event in run.events:
             is_inside = event.block not in handed_on
@@ -141,9 +141,9 @@ class _Forward:
         found = []
         for output in run.outputs:
             if output.kind == "input":
-                found.append(self.blocks[node.args[output.index]][0])  # type: ignore[index]
+                found.append(self.blocks[node.args[output.number]][0])  # type: ignore[index]
             else:
-                found.append(of_piece[output.index] if output.kind == "fresh" else _OUTSIDE)
+                found.append(of_piece[output.number] if output.kind == "fresh" else _OUTSIDE)
         self.blocks[node] = tuple(found)
 
     def _call_mark(self, node: Node) -> None:

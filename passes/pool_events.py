@@ -55,11 +55,11 @@ class PieceOutput(NamedTuple):
 
     Attributes:
         kind: ``fresh`` (a block of the piece's events), ``input``, or ``outside`` the pool.
-        index: Which block, or which input.
+        number: Which block, or which input.
     """
 
     kind: Literal["fresh", "input", "outside"]
-    index: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class PieceRun:
     @property
     def output_bytes(self) -> Any:
         """Bytes of the fresh outputs together."""
-        blocks = dict.fromkeys(one.index for one in self.outputs if one.kind == "fresh")
+        blocks = dict.fromkeys(one.number for one in self.outputs if one.kind == "fresh")
         return sum((self.num_bytes[block] for block in blocks), sympy.Integer(0))
 
 
