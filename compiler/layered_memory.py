@@ -138,7 +138,9 @@ class _Linker:
         if isinstance(event, LayerCall):
             self._add_layer(event, next(self._layers))
         else:
-            self.events.append(event._replace(block=self._blocks.get(event.block, event.block)))
+            # Small pieces around layers run as FX whatever compiles the layers, and large ones may need less.
+            block = self._blocks.get(event.block, event.block)
+            self.events.append(event._replace(block=block, is_inside_piece=False))
 
     def _add_layer(self, call: LayerCall, run: _Run) -> None:
         estimate = _linked(run)
