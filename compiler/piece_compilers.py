@@ -35,10 +35,11 @@ def run_as_fx(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 
 
 def import_piece_compiler(chosen: str | PieceCompiler) -> None:
-    """Imports what a piece compiler needs, and lets it set up what it does once a process.
+    """Imports what Dynamo and a piece compiler need, and lets them set up what they do once a process.
 
     Both would otherwise count as compiling. Unknown names are left alone.
     """
+    torch_private_compiling.import_dynamo()
     if chosen == "inductor":
         torch_private_inductor.set_up_inductor()
     elif isinstance(chosen, str) and chosen in _EXTRAS and importlib.util.find_spec(_EXTRAS[chosen][0]):

@@ -16,7 +16,7 @@ import torch
 from sgl_piecewise.compiler.memory import pool_estimates
 from sgl_piecewise.compiler.options import options_from
 from sgl_piecewise.compiler.piece_compilers import piece_compiler_for
-from sgl_piecewise.entry import SUFFIXES, capture, compiled_forward
+from sgl_piecewise.entry import SUFFIXES, capture, compiled_forward, import_compiler
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.build_profile import (
@@ -31,7 +31,7 @@ from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
-from sgl_piecewise.runtime.records import PhaseClock, PoolReservation
+from sgl_piecewise.runtime.records import IMPORT, PhaseClock, PoolReservation
 from sgl_piecewise.runtime.time_line import TimeLine, listen, span
 
 from ..comparison.inputs import random_tokens
@@ -157,6 +157,8 @@ def _build(
     compile_options = {"cache_folder": request.cache_folder} if compiler == "inductor" else None
     if strategy == "none":
         assert compiler is not None, "cell_of() refuses what builds nothing"
+        with span(IMPORT, IMPORT):
+            import_compiler(compiler)
         compiled = compiled_forward(model, compiler, compile_options, shares_layers=request.shares_layers)
         for size in reversed(request.capture_sizes):
             with span("first_call", "warm_up", size=size):
