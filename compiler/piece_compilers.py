@@ -35,11 +35,11 @@ def run_as_fx(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 
 
 def import_piece_compiler(chosen: str | PieceCompiler) -> None:
-    """Imports what Dynamo and a piece compiler need, and lets them set up what they do once a process.
+    """Imports what a piece compiler needs, and lets it set up what it does once a process.
 
     Both would otherwise count as compiling. Unknown names are left alone.
     """
-    torch_private_compiling.import_dynamo()
+    torch_private_inductor.import_dynamo()
     if chosen == "inductor":
         torch_private_inductor.set_up_inductor()
     elif isinstance(chosen, str) and chosen in _EXTRAS and importlib.util.find_spec(_EXTRAS[chosen][0]):
@@ -76,7 +76,7 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
         _check_inductor_names(options.inductor_config)
-        return partial(_compile_with_inductor, backend, options.inductor_config)
+        return partial(_compile_with_inductor, backend, options.inductor_settings())
     if chosen == "openvino":
         return partial(compile_with_openvino, backend)
     if chosen == "torch_tensorrt":
@@ -92,7 +92,7 @@ def _compile_with_inductor(
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     with torch_private_inductor.kernels_in_threads():
-        return inductor(piece, example_inputs, config_patches={**settings, "triton.cudagraphs": False})
+        return inductor(piece, example_inputs, config_patches=dict(settings))
 
 
 def _check_inductor_names(names: Collection[str]) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -40,23 +38,6 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
         except exc.InvalidBackend:
             return None
         return backend
-
-
-# What Dynamo imports in the middle of a process's first compile, whatever the backend.
-_DYNAMO_MODULES = (
-    "torch._dynamo.repro.after_dynamo",
-    "torch._dynamo.dce_extra_outputs",
-    "torch._subclasses.schema_check_mode",
-    "torch.export._trace",
-    "torch.fx.experimental.validator",
-)
-
-
-def import_dynamo() -> None:
-    """Imports what Dynamo would import while it traces for the first time; a module that is gone is left out."""
-    for name in _DYNAMO_MODULES:
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
 
 
 @contextlib.contextmanager

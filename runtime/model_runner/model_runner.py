@@ -23,6 +23,7 @@ from ..capture.captured import ProgressCallback
 from ..capture.devices import graph_device_for
 from ..capture.statics import StaticTensor, StaticTensorMap
 from ..errors import ConfigError
+from ..kernels.kernel_set import kernel_set
 from ..kv.allocator import KVSlotAllocator
 from ..kv.capacity import KVCapacity, MemoryBudget, profile_capacity, verify_after_capture
 from ..kv.pool import KVPool, KVSubPool
@@ -167,8 +168,11 @@ class ModelRunner:
             max_slots=most if options.max_total_tokens is None else min(most, options.max_total_tokens),
         )
         self.pool = KVPool(
-            KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device)
-            for spec in specs
+            (
+                KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device)
+                for spec in specs
+            ),
+            kernels=kernel_set(options.kernels, self.device),
         )
         self.allocator = KVSlotAllocator.of_pool(self.pool)
         self.req_to_token = ReqToTokenPool(max_requests=options.max_requests, max_context=options.max_context)
