@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from sgl_piecewise.runtime.atomic_file import write_atomically
 from sgl_piecewise.runtime.errors import ConfigError
-from sgl_piecewise.runtime.records import BuildRecord
+from sgl_piecewise.runtime.records import BuildRecord, PoolEstimate, estimate_ratio
 
 from .intervals import Median
 from .plain import from_plain, to_plain
 
-SCHEMA = "sgl_piecewise.compare/2"
+SCHEMA = "sgl_piecewise.compare/3"
 
 Status = Literal["reference", "equal", "close", "wrong", "failed"]
 
@@ -134,11 +134,18 @@ class GraphMemory:
         allocator_bytes: Reserved by PyTorch's allocator for the graph pool.
         largest_alone_bytes: Of those, reserved once the largest size alone was captured.
         driver_bytes: The driver's own memory beside that, or None where it does not say.
+        estimate: What was estimated of the pool; None for strategies that are not estimated.
     """
 
     allocator_bytes: int
     largest_alone_bytes: int
     driver_bytes: int | None
+    estimate: PoolEstimate | None = None
+
+    @property
+    def estimate_ratio(self) -> float | None:
+        """The estimate over `allocator_bytes`; None where there is none."""
+        return estimate_ratio(self.estimate, self.allocator_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
