@@ -96,10 +96,13 @@ class ModelRunner:
         asked = plan or ExecutionPlan()
         self._graph_device = graph_device_for(model.device)
         # Names are resolved before anything is built, so that a wrong one costs no memory.
-        prefill, decode = (
-            resolve_attention_backend(name, model.device)
-            for name in (asked.prefill_attention, asked.decode_attention)
+        breaks = asked.of(ForwardMode.EXTEND).strategy != "full"
+        prefill = resolve_attention_backend(
+            asked.prefill_attention,
+            model.device,
+            breaks_for=(model.attention_layers, model.kv_dtype) if breaks else None,
         )
+        decode = resolve_attention_backend(asked.decode_attention, model.device)
         asked = dataclasses.replace(asked, prefill_attention=prefill, decode_attention=decode)
         self.plan, self.plan_changes = asked.resolve(
             attention_backend_class(prefill), attention_backend_class(decode)
