@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.comparison.benchmarking import write_json
 from sgl_piecewise.comparison.environment import seen_clocks, seen_environment
 from sgl_piecewise.comparison.intervals import median_of
 from sgl_piecewise.runtime.attention import triton_calls
@@ -293,6 +294,7 @@ def measure_kernels(num_tokens: int, layer: AttentionSpec, rounds: int) -> dict[
     calls: dict[str, Callable[[KernelSet], Any]] = {
         "add_rms_norm": lambda kernels: kernels.add_rms_norm(x, residual, weight, 1e-6),
         "silu_mul": lambda kernels: kernels.silu_mul(gate_up),
+        "gelu_tanh_mul": lambda kernels: kernels.gelu_tanh_mul(gate_up),
         "norm_rotate": lambda kernels: kernels.norm_rotate(q, k, cos, sin, **norms),
         "write_kv": lambda kernels: kernels.write_kv(*pool, slots, k, v),
     }
@@ -389,7 +391,7 @@ def main() -> int:
     report |= {"layer": asdict(layer), "num_layers": arguments.layers, "command": " ".join(sys.argv)}
     report["seconds"] = time.perf_counter() - began
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(arguments.json, report)
     return 0
 
 

@@ -1,7 +1,7 @@
 """What the execution layer costs and gives on one GPU: decode and prefill against floors, first tokens, gaps.
 
     python benchmarks/serving_qwen3_8b.py --json docs/results/NAME.json
-    python benchmarks/serving_qwen3_8b.py --attention triton --compile inductor --json ...
+    python benchmarks/serving_qwen3_8b.py --attention flashinfer --kernels torch --compile inductor --json ...
 
 All arms are model runners over one model with random bf16 weights, in one process, timed in turns:
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.comparison.benchmarking import default_device, default_dtype, report_head, write_json
 from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.generation.engine import OfflineEngine
 from sgl_piecewise.generation.requests import GenerationRequest
@@ -41,6 +41,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.request import Req
 from sgl_piecewise.runtime.batch.scheduling import release, schedule
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
@@ -155,7 +156,7 @@ def busy_s(call: Callable[[], Any], device: torch.device) -> float | None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events()
-        if event.device_type is torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA
     )
     total, end = 0.0, 0.0
     for start, stop in spans:
@@ -326,6 +327,7 @@ def make_runners(
     context = max(setting.context + 8 * setting.rounds + 16, setting.prompts[-1] + 1)
     options = RunnerOptions(
         max_requests=setting.batches[-1],
+        kernels=arguments.kernels,
         max_context=context,
         max_extend_tokens=setting.prompts[-1],
         max_total_tokens=setting.batches[-1] * (setting.context + 8) + setting.prompts[-1],
@@ -366,16 +368,25 @@ def main() -> int:
     parser.add_argument("--batches", type=sizes_of, default=(1, 8, 32), help="requests of decode")
     parser.add_argument("--prompts", type=sizes_of, default=(64, 128, 256, 512, 1024, 2048, 4096))
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--kernels", default="auto", help="fused kernels: torch, triton, flashinfer")
     parser.add_argument(
         "--compile", default="none", help="adds compiled arms: fx, inductor, a Dynamo backend"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device = default_device()
+    dtype = default_dtype(device)
+    # A profiler sees kernels only of graphs that were made after the first profile.
+    busy_s(lambda: torch.zeros(1, device=device), device)
     setting = Setting(
-        loaded=load_model(arguments.model, device=device, dtype=dtype, num_layers=arguments.layers),
+        loaded=load_model(
+            arguments.model,
+            device=device,
+            dtype=dtype,
+            num_layers=arguments.layers,
+            kernels=kernel_set(arguments.kernels, device),
+        ),
         device=device,
         context=arguments.context,
         batches=arguments.batches,
@@ -385,17 +396,9 @@ def main() -> int:
     )
     runners, builds = make_runners(arguments, setting)
     report = {
-        "schema": SCHEMA,
-        "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else "emulated: times say nothing about a GPU",
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        **report_head(SCHEMA),
         "model": setting.loaded.description,
+        "kernels": arguments.kernels,
         "attention": next(iter(runners.values())).plan.decode_attention,
         "floors": setting.floors,
         "builds": builds,
@@ -403,7 +406,7 @@ def main() -> int:
         "prefill": measure_prefill(runners, setting),
         "engine": measure_engine(runners, setting),
     }
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.json, report)
     print(
         json.dumps(
             {key: report[key] for key in ("floors", "builds", "decode", "prefill", "engine")}, indent=1

@@ -13,6 +13,9 @@ from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
+# One compile serves all sizes, and tuning at the one of the trace chooses for none of the others.
+_INDUCTOR_SETTINGS = {"triton.autotune_pointwise": False}
+_OUTSIDE_LAYERS = ("auto", "compile", "fx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,9 @@ class CompileOptions:
     Attributes:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        outside_layers: What becomes of the few pieces around many equal layers, which run once a forward where those
+            of a layer run as often as there are layers: ``compile`` them too, run them as ``fx``, or ``auto``, which
+            runs small ones as FX if Inductor is the piece compiler.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
         cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
             ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
@@ -37,6 +43,7 @@ class CompileOptions:
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
+    outside_layers: str = "auto"
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     cache_folder: str | os.PathLike[str] | None = None
     profile: str | os.PathLike[str] | None = None
@@ -53,6 +60,10 @@ class CompileOptions:
             raise ConfigError(
                 "piece_compiler must be a name or a callable (gm, example_inputs) -> callable, got "
                 f"{type(self.piece_compiler).__name__}."
+            )
+        if self.outside_layers not in _OUTSIDE_LAYERS:
+            raise ConfigError(
+                f"Unknown outside_layers {self.outside_layers!r}. {nearest(self.outside_layers, _OUTSIDE_LAYERS)}"
             )
         if not isinstance(self.inductor_config, Mapping):
             raise ConfigError(
@@ -95,9 +106,14 @@ class CompileOptions:
         """
         return CallPolicy(**{one.name: getattr(self, one.name) for one in dataclasses.fields(CallPolicy)})
 
+    def inductor_settings(self) -> dict[str, Any]:
+        """Returns what Inductor is told: ours where nothing else was asked, and no CUDA graphs of its own."""
+        return {**_INDUCTOR_SETTINGS, **self.inductor_config, "triton.cudagraphs": False}
+
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
+        given = self.inductor_settings() if self.piece_compiler == "inductor" else {}
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(given.items()))
         fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
         return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
 

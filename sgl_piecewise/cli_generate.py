@@ -28,8 +28,9 @@ from .console import (
     errors_as_messages,
     progress_bar,
 )
-from .generation.engine import EngineOptions
+from .generation.engine import EngineOptions, OfflineEngine
 from .generation.printing import TokenPrinter, closing_line
+from .generation.requests import GenerationRequest
 from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
 
 
@@ -45,13 +46,19 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of random draws and of random weights.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a prompt's output.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="A TOML file: a strategy for every forward mode.")] = None,
-    decode: Annotated[
-        str | None, typer.Option(help="Strategy of decoding: eager, none (padded eager), full, breakable.")
+    plan: Annotated[
+        Path | None, typer.Option(help="A TOML file: how to compile and capture every forward mode.")
     ] = None,
-    extend: Annotated[str | None, typer.Option(help="Strategy of prompts, likewise.")] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(help="Capture strategy of decoding: eager, none (padded eager), full, breakable."),
+    ] = None,
+    extend: Annotated[str | None, typer.Option(help="Capture strategy of prompts, likewise.")] = None,
     prefill_attention: Annotated[str | None, typer.Option(help="Attention backend of prompts.")] = None,
     decode_attention: Annotated[str | None, typer.Option(help="Attention backend of decoding.")] = None,
+    kernels: Annotated[
+        str, typer.Option(help="Fused kernels: torch, triton, flashinfer; auto takes Triton's on CUDA.")
+    ] = "auto",
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     max_requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 8,
@@ -93,6 +100,7 @@ def generate(
                 is_debug=debug,
             ),
             engine=EngineOptions(),
+            kernels=kernels,
             num_layers=layers,
             seed=seed,
             may_download=download,
@@ -110,19 +118,32 @@ def generate(
             )
             engine = build_engine(setup, loaded, on_progress)
         printer = TokenPrinter(Console(), num_prompts=len(requests), has_text=loaded.tokenizer is not None)
-        clock, errors = PhaseClock(), Console(stderr=True, soft_wrap=True)
-        try:
-            with clock.phase("generate"):
-                engine.generate(requests, on_event=printer)
-        finally:
-            printer.close()
-            for change in engine.runner.plan_changes:
-                errors.print(Text(f"Plan: {change}"))
-            if explain:
-                errors.print(Text(engine.runner.explain()))
-            if engine.runner.log.counts:  # A refused prompt is told alone.
-                errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
+        errors = Console(stderr=True, soft_wrap=True)
+        _generate_and_tell(engine, requests, printer, errors, explains=explain)
     for message in printer.errors:
         errors.print(Text.assemble(("Error: ", "bold red"), message))
     if printer.errors:
         raise typer.Exit(EXIT_WRONG)
+
+
+def _generate_and_tell(
+    engine: OfflineEngine,
+    requests: list[GenerationRequest],
+    printer: TokenPrinter,
+    errors: Console,
+    *,
+    explains: bool,
+) -> None:
+    """Generates, and says how the forwards ran, also where it was interrupted."""
+    clock = PhaseClock()
+    try:
+        with clock.phase("generate"):
+            engine.generate(requests, on_event=printer)
+    finally:
+        printer.close()
+        for change in engine.runner.plan_changes:
+            errors.print(Text(f"Plan: {change}"))
+        if explains:
+            errors.print(Text(engine.runner.explain()))
+        if engine.runner.log.counts:  # A refused prompt is told alone.
+            errors.print(Text(closing_line(engine, printer.num_tokens, clock)))

@@ -8,19 +8,19 @@ that every report is strict JSON. The layout is versioned by `SCHEMA` and descri
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from sgl_piecewise.runtime.atomic_file import write_atomically
 from sgl_piecewise.runtime.errors import ConfigError
-from sgl_piecewise.runtime.records import BuildRecord
+from sgl_piecewise.runtime.records import BuildRecord, PoolEstimate, estimate_ratio
 
 from .intervals import Median
 from .plain import from_plain, to_plain
 
-SCHEMA = "sgl_piecewise.compare/2"
+SCHEMA = "sgl_piecewise.compare/3"
 
 Status = Literal["reference", "equal", "close", "wrong", "failed"]
 
@@ -134,11 +134,18 @@ class GraphMemory:
         allocator_bytes: Reserved by PyTorch's allocator for the graph pool.
         largest_alone_bytes: Of those, reserved once the largest size alone was captured.
         driver_bytes: The driver's own memory beside that, or None where it does not say.
+        estimate: What was estimated of the pool; None for strategies that are not estimated.
     """
 
     allocator_bytes: int
     largest_alone_bytes: int
     driver_bytes: int | None
+    estimate: PoolEstimate | None = None
+
+    @property
+    def estimate_ratio(self) -> float | None:
+        """The estimate over `allocator_bytes`; None where there is none."""
+        return estimate_ratio(self.estimate, self.allocator_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,15 +378,4 @@ def check_can_write(path: Path) -> None:
 
 def write_report(report: ComparisonReport, path: Path) -> None:
     """Writes the report as JSON; the file is there whole or not at all."""
-    text = report.to_json()
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(scratch, 0o666 & ~umask)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    write_atomically(path, report.to_json())
