@@ -393,6 +393,48 @@ def test_frozen_module_is_captured_in_grad_mode() -> None:
         assert_like_eager(model, [(torch.ones(3, 4),)])
 
 
+def test_model_captured_without_autograd_is_not_replayed_with_it() -> None:
+    """Dynamo guards on the mode, and the next compile is refused."""
+    x = torch.ones(3, 4)
+    with torch.inference_mode(False):
+        model = nn.Linear(4, 4)
+        compiled = drop_in(model)
+        with torch.no_grad():
+            for _ in range(4):
+                compiled(x)
+        with torch.enable_grad(), pytest.raises(Exception, match=r"under torch\.inference_mode"):
+            compiled(x)
+        with torch.no_grad():
+            assert_same(compiled(x), model(x))
+    assert total("num_replays") == 3
+
+
+@pytest.mark.parametrize("capture", ["breakable", "none"])
+@pytest.mark.parametrize("piece_compiler", ["fx", "inductor"])
+@pytest.mark.parametrize("what", ["parameter", "attribute", "input", "closure"])
+def test_frozen_model_that_thaws_is_refused_not_replayed(
+    what: str, piece_compiler: str, capture: str
+) -> None:
+    """A replay has no gradients, and PyTorch 2.11 does not guard on what parameters require."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x, scale = torch.ones(3, 4), torch.ones(4)
+        model = nn.Linear(4, 4).requires_grad_(False)
+        model.plain = torch.ones(4)
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return model(x) * model.plain * scale
+
+        compiled = drop_in(fn, piece_compiler=piece_compiler, capture=capture)
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x), fn(x))
+        thawed = {"parameter": model.weight, "attribute": model.plain, "input": x, "closure": scale}[what]
+        thawed.requires_grad_(True)
+        with pytest.raises(Exception, match=r"under torch\.inference_mode"):
+            compiled(x)
+        thawed.requires_grad_(False)
+        torch.testing.assert_close(compiled(x), fn(x))
+
+
 def test_captured_by_capture_instead() -> None:
     from sgl_piecewise import capture
 
