@@ -171,7 +171,7 @@ class SizeGuards:
 
     def __init__(self, size: torch.SymInt) -> None:
         env = size.node.shape_env
-        self._guards = [guard.expr for guard in env.guards]
+        self._guards = [env.replace(guard.expr) for guard in env.guards]  # Equal sizes are one symbol.
         self._ranges = {symbol: (found.lower, found.upper) for symbol, found in env.var_to_range.items()}
 
     def hold_at(self, symbol: Any, values: Mapping[Any, int]) -> bool:

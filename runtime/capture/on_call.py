@@ -266,7 +266,10 @@ class OnCallCapture:
 
     def _sizes_of(self, args: tuple[Any, ...]) -> set[int]:
         sizes = {args[index] for index in self._facts.keyed if type(args[index]) is int}
-        for index in self._facts.varying:
+        shown = self._facts.varying
+        if not sizes and not shown:
+            shown = self._facts.copied  # Compiled for one size.
+        for index in shown:
             sizes.update(args[index].shape)
         return sizes
 
