@@ -17,21 +17,24 @@ from comparison_arms import SmallModel, check_schema, small_inputs
 from rich.console import Console
 
 from sgl_piecewise.comparison import compare, report_from_json, write_report
+from sgl_piecewise.comparison.end_to_end.report import EndToEndReport
 from sgl_piecewise.comparison.intervals import median_of
-from sgl_piecewise.comparison.report import (
-    SCHEMA,
+from sgl_piecewise.comparison.records import (
     Case,
     CaseProblem,
     CaseTimes,
     CaseValues,
+    FirstDifference,
+    GraphMemory,
+    StrategyReport,
+)
+from sgl_piecewise.comparison.report import (
+    SCHEMA,
     ComparisonReport,
     EagerSweep,
     Environment,
-    FirstDifference,
-    GraphMemory,
     InputFacts,
     ModelFacts,
-    StrategyReport,
     check_can_write,
 )
 from sgl_piecewise.comparison.schema import schema_text
@@ -124,7 +127,9 @@ def gpu_strategy(strategy: str, latencies_ms: dict[int, float], **changes: Any) 
     return StrategyReport(**{**facts, **changes})
 
 
-def gpu_report(*others: StrategyReport, is_emulated: bool = False) -> ComparisonReport:
+def gpu_report(
+    *others: StrategyReport, is_emulated: bool = False, end_to_end: EndToEndReport | None = None
+) -> ComparisonReport:
     """A report as a GPU would give it, verdict included."""
     eager = gpu_strategy("eager", {count: EAGER_MS[count][0] for count in COUNTS})
     report = ComparisonReport(
@@ -149,6 +154,7 @@ def gpu_report(*others: StrategyReport, is_emulated: bool = False) -> Comparison
         eager_sweep=EagerSweep(first_s=5.0, warm_s=4.0, num_forwards=3),
         first_capture_s=0.1,
         strategies=(eager, *others),
+        end_to_end=EndToEndReport(why_none="they were not asked for") if end_to_end is None else end_to_end,
         verdict="",
     )
     return dataclasses.replace(report, verdict=verdict_of(report))

@@ -102,6 +102,17 @@ class OfflineEngine:
         """Whether a request waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    @property
+    def num_prefilling(self) -> int:
+        """Requests whose prompt is not through yet, waiting ones included."""
+        members = (*self.scheduler.waiting, *self.scheduler.running)
+        return sum(one.num_new_tokens == 0 for one in members)
+
+    def drop_all(self) -> None:
+        """Forgets every request and gives back what it held."""
+        self.scheduler.drop_all()
+        self._names.clear()
+
     def step(self) -> list[TokenEvent]:
         """Runs one forward.
 
@@ -145,8 +156,7 @@ class OfflineEngine:
             while self.has_work:
                 yield from self.step()
         finally:
-            self.scheduler.drop_all()
-            self._names.clear()
+            self.drop_all()
 
     def generate(
         self,
@@ -179,8 +189,7 @@ class OfflineEngine:
                     if on_event is not None:
                         on_event(event)
         finally:
-            self.scheduler.drop_all()
-            self._names.clear()
+            self.drop_all()
         return [output_of(members[name], ends[name]) for name in names]
 
     def _add_all(self, requests: Iterable[GenerationRequest]) -> list[str]:
