@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import copy
 import gc
-import importlib
 import json
 import os
 import platform
@@ -42,6 +41,7 @@ import torch
 
 from sgl_piecewise import capture
 from sgl_piecewise.comparison.tolerance import closeness, wide_model
+from sgl_piecewise.entry import import_compiler
 from sgl_piecewise.models import decoder as decoder_module
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.loading import load_model
@@ -128,15 +128,9 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
     )
 
 
-def import_compilers() -> None:
-    """Imports what the first compile would import; no build holds it."""
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", "sgl_piecewise.compiler.forward"):
-        importlib.import_module(name)
-
-
 def prepare(subject: Subject) -> dict[str, float]:
     """Does once what a process does once; returns what that took."""
-    import_s = seconds_of(import_compilers)
+    import_s = seconds_of(lambda: import_compiler("inductor"))
 
     def all_sizes() -> None:
         for size in reversed(subject.sizes):

@@ -1,7 +1,7 @@
 """What the execution layer costs and gives on one GPU: decode and prefill against floors, first tokens, gaps.
 
     python benchmarks/serving_qwen3_8b.py --json docs/results/NAME.json
-    python benchmarks/serving_qwen3_8b.py --attention triton --compile inductor --json ...
+    python benchmarks/serving_qwen3_8b.py --attention flashinfer --kernels torch --compile inductor --json ...
 
 All arms are model runners over one model with random bf16 weights, in one process, timed in turns:
 
@@ -41,6 +41,7 @@ from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.request import Req
 from sgl_piecewise.runtime.batch.scheduling import release, schedule
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
@@ -366,6 +367,7 @@ def main() -> int:
     parser.add_argument("--batches", type=sizes_of, default=(1, 8, 32), help="requests of decode")
     parser.add_argument("--prompts", type=sizes_of, default=(64, 128, 256, 512, 1024, 2048, 4096))
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--kernels", default="auto", help="fused kernels: torch, triton, flashinfer")
     parser.add_argument(
         "--compile", default="none", help="adds compiled arms: fx, inductor, a Dynamo backend"
     )
@@ -374,8 +376,16 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    # A profiler sees kernels only of graphs that were made after the first profile.
+    busy_s(lambda: torch.zeros(1, device=device), device)
     setting = Setting(
-        loaded=load_model(arguments.model, device=device, dtype=dtype, num_layers=arguments.layers),
+        loaded=load_model(
+            arguments.model,
+            device=device,
+            dtype=dtype,
+            num_layers=arguments.layers,
+            kernels=kernel_set(arguments.kernels, device),
+        ),
         device=device,
         context=arguments.context,
         batches=arguments.batches,
@@ -396,6 +406,7 @@ def main() -> int:
             "python": platform.python_version(),
         },
         "model": setting.loaded.description,
+        "kernels": arguments.kernels,
         "attention": next(iter(runners.values())).plan.decode_attention,
         "floors": setting.floors,
         "builds": builds,

@@ -29,7 +29,7 @@ from .dropin import DropIn
 from .layer_runner import with_layer_runner
 from .layer_tracing import is_layer_call
 from .options import CompileOptions, options_from
-from .piece_builds import num_operators, recorded_compiler
+from .piece_builds import compiler_outside_layers, num_operators, recorded_compiler
 from .piece_compilers import piece_compiler_for
 from .profiling import profile_of_backend
 from .stitching import compile_and_stitch
@@ -109,7 +109,8 @@ def compile_graph(
             )
             split = run_passes(gm, example_inputs, passes)
         _count_pieces(split, noted)
-        has_layers = any(is_layer_call(node) for node in split.graph.nodes)
+        num_layers = sum(is_layer_call(node) for node in split.graph.nodes)
+        piece_compiler = compiler_outside_layers(piece_compiler, options, num_layers)
         # Inductor writes small tensors of numbers into its kernels; where it does not, the capture refuses them.
         is_inductor = options.piece_compiler == "inductor"
         findings = [one for one in split.meta[FINDINGS] if not (is_inductor and one.is_host_data)]
@@ -117,7 +118,7 @@ def compile_graph(
         with span("link pieces", "link pieces"):
             forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
         forward = refusing_capture(forward, findings)
-        if has_layers:
+        if num_layers:
             forward = with_layer_runner(forward, partial(compile_graph, options=options))
         return forward if drop_in is None else drop_in.wrap(forward)
 

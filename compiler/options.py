@@ -13,6 +13,7 @@ from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
+_OUTSIDE_LAYERS = ("auto", "compile", "fx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class CompileOptions:
     Attributes:
         piece_compiler: What turns a piece into a callable: ``fx`` (runs the graph as it is), ``inductor``, the
             name of any registered Dynamo backend, or a callable ``(gm, example_inputs) -> callable``.
+        outside_layers: What becomes of the few pieces around many equal layers, which run once a forward where those
+            of a layer run as often as there are layers: ``compile`` them too, run them as ``fx``, or ``auto``, which
+            runs small ones as FX if Inductor is the piece compiler.
         inductor_config: Settings of Inductor for the pieces; its CUDA graphs stay off, capture is ours.
         cache_folder: Where pieces that Inductor compiled are kept, and looked for; None is the folder that
             ``SGL_PIECEWISE_CACHE`` names, or ``~/.cache/sgl-piecewise``.
@@ -37,6 +41,7 @@ class CompileOptions:
     """
 
     piece_compiler: str | Callable[..., Any] = DEFAULT_PIECE_COMPILER
+    outside_layers: str = "auto"
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     cache_folder: str | os.PathLike[str] | None = None
     profile: str | os.PathLike[str] | None = None
@@ -53,6 +58,10 @@ class CompileOptions:
             raise ConfigError(
                 "piece_compiler must be a name or a callable (gm, example_inputs) -> callable, got "
                 f"{type(self.piece_compiler).__name__}."
+            )
+        if self.outside_layers not in _OUTSIDE_LAYERS:
+            raise ConfigError(
+                f"Unknown outside_layers {self.outside_layers!r}. {nearest(self.outside_layers, _OUTSIDE_LAYERS)}"
             )
         if not isinstance(self.inductor_config, Mapping):
             raise ConfigError(

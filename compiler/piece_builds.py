@@ -25,12 +25,14 @@ from sgl_piecewise.runtime.time_line import CONTAINER, NotedSpan, span
 
 from .cache import CacheEntry, CompileCache
 from .options import CompileOptions
-from .piece_compilers import PieceCompiler
+from .piece_compilers import PieceCompiler, run_as_fx
 from .piece_key import environment_key, environment_of, piece_key
 
 _logger = logging.getLogger(__name__)
 
 _NUM_NAMED_OPERATORS = 6
+_MANY_LAYERS = 8
+_FEW_OPERATORS = 48
 _KERNEL = re.compile(r"^(\w+) = async_compile\.|\b(extern_kernels\.\w+)\(", re.MULTILINE)
 
 _watchers: list[list[PieceBuild]] = []
@@ -53,6 +55,33 @@ def recorded_compiler(piece_compiler: PieceCompiler, options: CompileOptions) ->
         cache = CompileCache(Path(options.cache_folder or cache_folder()))
         return CachedCompiler(piece_compiler, cache, options.key_text())
     return _recorded(piece_compiler)
+
+
+def compiler_outside_layers(
+    compiler: PieceCompiler, options: CompileOptions, num_layers: int
+) -> PieceCompiler:
+    """Returns what compiles the pieces of a forward around its shared layers.
+
+    A piece that runs once a forward takes as long to compile as one that runs in every layer, and gives a fraction.
+
+    Args:
+        compiler: What compiles the pieces of layers.
+        options: How.
+        num_layers: Calls of shared layers in the forward.
+    """
+    if not num_layers or options.outside_layers == "compile":
+        return compiler
+    as_fx = _recorded(run_as_fx)
+    if options.outside_layers == "fx":
+        return as_fx
+    if options.piece_compiler != "inductor" or num_layers < _MANY_LAYERS:
+        return compiler
+
+    def compile_large(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        is_small = num_operators(piece) <= _FEW_OPERATORS
+        return (as_fx if is_small else compiler)(piece, example_inputs)
+
+    return compile_large
 
 
 def _recorded(piece_compiler: PieceCompiler) -> PieceCompiler:

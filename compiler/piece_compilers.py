@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from sgl_piecewise.runtime import torch_private_compiling
+from sgl_piecewise.runtime import torch_private_compiling, torch_private_inductor
 from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
 
 from .openvino_pieces import compile_with_openvino
@@ -35,9 +35,12 @@ def run_as_fx(piece: GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 
 
 def import_piece_compiler(chosen: str | PieceCompiler) -> None:
-    """Imports what a piece compiler needs, which would otherwise count as compiling; unknown names are left alone."""
+    """Imports what a piece compiler needs, and lets it set up what it does once a process.
+
+    Both would otherwise count as compiling. Unknown names are left alone.
+    """
     if chosen == "inductor":
-        torch_private_compiling.import_inductor()
+        torch_private_inductor.set_up_inductor()
     elif isinstance(chosen, str) and chosen in _EXTRAS and importlib.util.find_spec(_EXTRAS[chosen][0]):
         importlib.import_module(_EXTRAS[chosen][0])
 
@@ -72,7 +75,7 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
         _check_inductor_names(options.inductor_config)
-        return partial(backend, config_patches={**options.inductor_config, "triton.cudagraphs": False})
+        return partial(_compile_with_inductor, backend, options.inductor_config)
     if chosen == "openvino":
         return partial(compile_with_openvino, backend)
     if chosen == "torch_tensorrt":
@@ -81,8 +84,18 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
     return backend
 
 
+def _compile_with_inductor(
+    inductor: Callable[..., Callable[..., Any]],
+    settings: Mapping[str, Any],
+    piece: GraphModule,
+    example_inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    with torch_private_inductor.kernels_in_threads():
+        return inductor(piece, example_inputs, config_patches={**settings, "triton.cudagraphs": False})
+
+
 def _check_inductor_names(names: Collection[str]) -> None:
-    known = torch_private_compiling.inductor_settings() if names else ()
+    known = torch_private_inductor.inductor_settings() if names else ()
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -40,32 +38,6 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
         except exc.InvalidBackend:
             return None
         return backend
-
-
-# What Inductor imports in the middle of its first compile.
-_INDUCTOR_MODULES = (
-    "torch._inductor.compile_fx",
-    "torch._inductor.codegen.cuda_combined_scheduling",
-    "torch._inductor.codegen.wrapper_fxir",
-    "torch._inductor.fx_passes.fuse_attention",
-    "torch._inductor.fx_passes.pad_mm",
-    "torch._inductor.runtime.triton_heuristics",
-)
-
-
-def inductor_settings() -> list[str]:
-    """Returns the names of all settings of Inductor; ``list_options`` leaves out those that stand for others."""
-    from torch._inductor import config
-
-    settings: dict[str, Any] = vars(config)["_config"]
-    return list(settings)
-
-
-def import_inductor() -> None:
-    """Imports what Inductor would import while it compiles its first graph; a module that is gone is left out."""
-    for name in _INDUCTOR_MODULES:
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
 
 
 @contextlib.contextmanager

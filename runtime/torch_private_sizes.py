@@ -15,9 +15,13 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+_MANY_VALUES = 256  # of one expression: more than a forward has capture sizes
+
 
 class SizeExpression:
     """A size or stride as a function of a call's tensors and integers.
+
+    A compiled forward asks for it at every call of a mark, so what it was for some numbers is kept.
 
     Args:
         expression: Over symbols ``t<tensor>_<dimension>`` (a size), ``t<tensor>_s<dimension>`` (a stride)
@@ -28,12 +32,26 @@ class SizeExpression:
         self._expression = expression
         self._text = str(expression)
         self._symbols = sorted(expression.free_symbols, key=str)
+        self._quantities = [_Quantity(str(symbol)) for symbol in self._symbols]
+        self._is_one_symbol = self._symbols == [expression]
+        self._values: dict[tuple[int, ...], Any] = {}
 
     def value(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
         """Returns the size for these arguments: symbolic where they are."""
-        env = {symbol: _quantity(str(symbol), tensors, ints) for symbol in self._symbols}
-        if self._expression in env:
-            return env[self._expression]
+        numbers = tuple([quantity.of(tensors, ints) for quantity in self._quantities])
+        if self._is_one_symbol:
+            return numbers[0]
+        if any(type(number) is not int for number in numbers):
+            return self._interpret(numbers)
+        value = self._values.get(numbers)
+        if value is None:
+            if len(self._values) == _MANY_VALUES:
+                self._values.clear()
+            value = self._values[numbers] = self._interpret(numbers)
+        return value
+
+    def _interpret(self, numbers: tuple[Any, ...]) -> Any:
+        env = dict(zip(self._symbols, numbers, strict=True))
         return sympy_interp(PythonReferenceAnalysis, env, self._expression)
 
     def __str__(self) -> str:
@@ -46,14 +64,21 @@ class SizeExpression:
         return hash(self._text)
 
 
-def _quantity(name: str, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
-    """Returns the value of one symbol of a `SizeExpression`."""
-    if name.startswith("i"):
-        return ints[int(name[1:])]
-    tensor, _, dimension = name[1:].partition("_")
-    if dimension.startswith("s"):
-        return tensors[int(tensor)].stride(int(dimension[1:]))
-    return tensors[int(tensor)].size(int(dimension))
+class _Quantity:
+    """One symbol of a `SizeExpression`: where its value stands in a call."""
+
+    def __init__(self, name: str) -> None:
+        tensor, _, dimension = name[1:].partition("_")
+        self._is_int = name.startswith("i")
+        self._is_stride = dimension.startswith("s")
+        self._index = int(tensor)
+        self._dimension = 0 if self._is_int else int(dimension.removeprefix("s"))
+
+    def of(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+        if self._is_int:
+            return ints[self._index]
+        tensor = tensors[self._index]
+        return tensor.stride(self._dimension) if self._is_stride else tensor.size(self._dimension)
 
 
 class SizeExpressions:

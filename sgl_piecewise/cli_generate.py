@@ -62,6 +62,9 @@ def generate(
     extend: Annotated[str | None, typer.Option(help="Strategy of prompts, likewise.")] = None,
     prefill_attention: Annotated[str | None, typer.Option(help="Attention backend of prompts.")] = None,
     decode_attention: Annotated[str | None, typer.Option(help="Attention backend of decoding.")] = None,
+    kernels: Annotated[
+        str, typer.Option(help="Fused kernels: torch, triton, flashinfer; auto takes Triton's on CUDA.")
+    ] = "auto",
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     max_requests: Annotated[int, typer.Option(help="Prompts that run at once.")] = 8,
@@ -103,6 +106,7 @@ def generate(
                 is_debug=debug,
             ),
             engine=EngineOptions(),
+            kernels=kernels,
             num_layers=layers,
             seed=seed,
             may_download=download,

@@ -91,7 +91,7 @@ def kernel_set(name: str, device: torch.device) -> KernelSet:
 
     Args:
         name: ``torch``, ``triton``, ``flashinfer``, or ``auto``: Triton on CUDA where it is
-            installed, else torch. A forward that a compiler fuses is better built with ``torch``.
+            installed, else torch. To a compiler a fused kernel is one node that it does not look into.
         device: Where it will run; decides ``auto`` only.
 
     Raises:

@@ -144,8 +144,9 @@ def verify_after_capture(capacity: KVCapacity, *, measured_bytes: int, free_byte
         free_bytes=free_bytes,
         margin_bytes=budget.margin_bytes,
     )
-    overrun = measured_bytes - budget.graph_bytes
-    if overrun > budget.margin_bytes or free_bytes <= 0:
+    is_over_margin = measured_bytes - budget.graph_bytes > budget.margin_bytes
+    # A pool that was bounded by more than memory leaves room for graphs of any size.
+    if free_bytes <= 0 or (is_over_margin and free_bytes < budget.margin_bytes):
         raise PoolError(
             f"Graphs took {measured_bytes} bytes, {budget.graph_bytes} were estimated and the margin is "
             f"{budget.margin_bytes}; {free_bytes} bytes are free. A pool cannot shrink: start again with "

@@ -15,6 +15,7 @@ from sgl_piecewise.runtime.batch.request import LogprobRequest
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
 from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan
@@ -36,6 +37,7 @@ class EngineSetup:
         plan: What runs how.
         runner: Limits of the model runner.
         engine: How it batches.
+        kernels: Fused kernels of the model; a name that `kernel_set` takes.
         num_layers: Another depth, for random weights only.
         seed: Of random weights.
         may_download: Whether the default model may be downloaded.
@@ -47,6 +49,7 @@ class EngineSetup:
     plan: ExecutionPlan = dataclasses.field(default_factory=ExecutionPlan)
     runner: RunnerOptions = dataclasses.field(default_factory=RunnerOptions)
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    kernels: str = "auto"
     num_layers: int | None = None
     seed: int = 0
     may_download: bool = True
@@ -88,7 +91,8 @@ def load_for(setup: EngineSetup) -> LoadedModel:
     """Loads the model of a setup.
 
     Raises:
-        ConfigError: No model has this name.
+        ConfigError: No model or no kernel set has this name.
+        MissingExtraError: What the kernels need is not installed.
         CheckpointError: The model cannot be loaded.
     """
     return load_model(
@@ -97,6 +101,7 @@ def load_for(setup: EngineSetup) -> LoadedModel:
         dtype=setup.dtype,
         seed=setup.seed,
         num_layers=setup.num_layers,
+        kernels=kernel_set(setup.kernels, setup.device),
         download=setup.may_download,
     )
 

@@ -67,6 +67,7 @@ def test_a_plan_file_is_followed_and_the_command_line_is_on_top(tmp_path: Path) 
         (("--prompt", "Hello"), "has no tokenizer"),
         (("--prompt-ids", "1,x"), "whole numbers"),
         (("--prompt-ids", ""), "empty"),
+        (("--prompt-ids", "1", "--kernels", "tritn"), "did you mean 'triton'"),
         (("--prompt-ids", "256"), "ids are 0 to 255"),
         (("--prompt-ids", ",".join(["1"] * 48)), "over max_context"),
         (("--prompt-ids", "1", "--decode", "ful"), "did you mean 'full'"),

@@ -109,7 +109,13 @@ def test_after_capture_both_sides_are_reported() -> None:
     assert over.unused_bytes < 0
 
 
-@pytest.mark.parametrize(("measured", "free"), [(3 * GIB + 1, GIB), (GIB, 0)])
+def test_graphs_over_the_estimate_are_no_error_while_the_margin_is_free() -> None:
+    budget = MemoryBudget(free_bytes=20 * GIB, graph_bytes=2 * GIB, margin_bytes=GIB)
+    capacity = profile_capacity([FULL], budget, max_slots=16)
+    assert verify_after_capture(capacity, measured_bytes=9 * GIB, free_bytes=GIB).unused_bytes == 0
+
+
+@pytest.mark.parametrize(("measured", "free"), [(3 * GIB + 1, GIB - 1), (GIB, 0)])
 def test_after_capture_a_margin_that_is_gone_raises(measured: int, free: int) -> None:
     budget = MemoryBudget(free_bytes=20 * GIB, graph_bytes=2 * GIB, margin_bytes=GIB)
     capacity = profile_capacity([FULL], budget)
