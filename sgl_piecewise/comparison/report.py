@@ -155,7 +155,7 @@ class ComparisonReport:
     @property
     def has_failed(self) -> bool:
         """Whether any strategy or plan is wrong or could not be built."""
-        return any(one.has_failed for one in (*self.strategies, *self.end_to_end.plans))
+        return any(strategy.has_failed for strategy in self.strategies) or self.end_to_end.has_failed
 
     @property
     def eager(self) -> StrategyReport:

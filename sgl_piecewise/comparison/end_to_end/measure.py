@@ -136,7 +136,7 @@ def _limits(device: torch.device, options: EndToEndOptions, longest: int) -> Run
         max_extend_tokens=options.prompt_lengths[-1],
         max_total_tokens=most_requests * longest,
         # Nothing else grows on a CPU meanwhile, and its pools are small.
-        **({} if device.type == "cuda" else {"margin_bytes": 1 << 26}),
+        margin_bytes=RunnerOptions.margin_bytes if device.type == "cuda" else 1 << 26,
         window_fraction=1.0,
     )
 

@@ -133,3 +133,8 @@ class EndToEndReport:
     batch_sizes: tuple[int, ...] = ()
     context_tokens: int | None = None
     plans: tuple[PlanReport, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any plan is wrong or could not be built."""
+        return any(plan.has_failed for plan in self.plans)
