@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.comparison.benchmarking import write_json
 from sgl_piecewise.comparison.environment import seen_clocks, seen_environment
 from sgl_piecewise.comparison.intervals import median_of
 from sgl_piecewise.runtime.attention import triton_calls
@@ -389,7 +390,7 @@ def main() -> int:
     report |= {"layer": asdict(layer), "num_layers": arguments.layers, "command": " ".join(sys.argv)}
     report["seconds"] = time.perf_counter() - began
     if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(arguments.json, report)
     return 0
 
 

@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import importlib.util
 import itertools
 import json
-import platform
 import random
 import resource
 import statistics
@@ -33,6 +31,7 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.comparison.benchmarking import report_head, settle, write_json
 from sgl_piecewise.models import decoder as decoder_module
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime import torch_private
@@ -50,6 +49,7 @@ SCHEMA = "sgl_piecewise.benchmarks.capture/1"
 REPLAY_SIZES = (4, 16, 64, 256, 1024, 2048, 4096)
 NUM_BUILD_ROUNDS = 3
 NUM_REPLAY_ROUNDS = 40
+CUDA = torch.device("cuda")
 
 
 def median_interval(values: list[float]) -> dict[str, float]:
@@ -147,12 +147,6 @@ class OtherPackage:
         self._outputs.clear()
 
 
-def settle() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
 def driver_beyond_allocator() -> int:
     free, total = torch.cuda.mem_get_info()
     return (total - free) - torch.cuda.memory_reserved()
@@ -203,7 +197,7 @@ def measure_builds(subject: Subject, other: Callable[[], OtherPackage] | None) -
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for index in range(NUM_BUILD_ROUNDS + 1):
         for name in random.sample(list(arms), len(arms)):
-            settle()
+            settle(CUDA)
             result = arms[name]()
             if index:  # the first round warms up
                 rounds[name].append(result)
@@ -431,10 +425,10 @@ def measure_memory(
     memory: dict[str, Any] = {}
     arms: dict[str, Any] = {}
     for strategy in ("breakable", "full"):
-        settle()
+        settle(CUDA)
         driver, host = driver_beyond_allocator(), host_bytes()
         captured = subject.capture(strategy)
-        settle()
+        settle(CUDA)
         driver, host = driver_beyond_allocator() - driver, host_bytes() - host
         assert captured.build is not None
         first, last = captured.build.sizes[0], captured.build.sizes[-1]
@@ -452,11 +446,11 @@ def measure_memory(
         }
         arms[strategy] = captured
     if other is not None:
-        settle()
+        settle(CUDA)
         driver, host = driver_beyond_allocator(), host_bytes()
         package = other()
         package.build()
-        settle()
+        settle(CUDA)
         memory["breakable_cuda_graphs"] = {
             "all_sizes_bytes": package.pool_bytes(),
             "driver_bytes": driver_beyond_allocator() - driver,
@@ -537,22 +531,15 @@ def main() -> int:
     random.seed(3)
     torch.set_grad_enabled(False)
     report: dict[str, Any] = {
-        "schema": SCHEMA,
-        "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        **report_head(SCHEMA),
         "model": arguments.model,
         "copies_in_graphs": not arguments.copies_between_graphs,
         "floors": floors(),
     }
-    settle()
+    settle(CUDA)
 
     def save() -> None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(arguments.json, report)
         name = list(report)[-1]
         print(f"== {name}\n{json.dumps(report[name], indent=1)}", flush=True)
 

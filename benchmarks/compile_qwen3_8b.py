@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import gc
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -40,6 +38,14 @@ from typing import Any
 import torch
 
 from sgl_piecewise import capture
+from sgl_piecewise.comparison.benchmarking import (
+    default_device,
+    default_dtype,
+    report_head,
+    settle,
+    synchronize,
+    write_json,
+)
 from sgl_piecewise.comparison.tolerance import closeness, wide_model
 from sgl_piecewise.entry import import_compiler
 from sgl_piecewise.models import decoder as decoder_module
@@ -96,18 +102,6 @@ class Subject:
         return ids, torch.arange(size, device=self.device)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def settle(device: torch.device) -> None:
-    gc.collect()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def seconds_of(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     work()
@@ -115,8 +109,8 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def load_subject(arguments: argparse.Namespace) -> Subject:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device = default_device()
+    dtype = default_dtype(device)
     loaded = load_model(arguments.model, device=device, dtype=dtype, num_layers=arguments.layers)
     sizes = tuple(default_capture_sizes(arguments.largest))
     return Subject(
@@ -378,22 +372,14 @@ def findings(report: dict[str, Any]) -> dict[str, float]:
 
 
 def save(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    is_cuda = torch.cuda.is_available()
     head = {
-        "schema": SCHEMA,
-        "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if is_cuda else "emulated: times say nothing about a GPU",
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        **report_head(SCHEMA),
         "model": arguments.model,
         "num_layers": arguments.layers,
         "num_capture_sizes": len(default_capture_sizes(arguments.largest)),
         "findings": findings(report),
     }
-    arguments.json.write_text(json.dumps(head | report, indent=1) + "\n")
+    write_json(arguments.json, head | report)
 
 
 def main() -> int:

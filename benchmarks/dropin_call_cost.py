@@ -18,7 +18,7 @@ Without one, ``--device cpu`` is a dry run on the emulated device; its times say
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import platform
 import statistics
 import sys
@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from sgl_piecewise import capture_stats, eager_on_graph
+from sgl_piecewise.comparison.benchmarking import synchronize, write_json
 
 NUM_LAYERS = 8
 
@@ -109,7 +110,7 @@ def host_us(call: Callable[[], Any], wait: Callable[[], None], num_calls: int) -
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Builds every way, checks its values, then times all in turns."""
     device = torch.device(args.device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = functools.partial(synchronize, device)
     x = torch.randn(args.rows, args.width, device=device)
     arms: dict[tuple[str, int], Callable[[], Any]] = {}
     for (way, num_breaks), settings in ways(device, args.piece_compiler).items():
@@ -180,7 +181,7 @@ def main() -> None:
     with torch.inference_mode():
         report = measure(args)
     if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.output, report)
     print(f"{report['device']}: host time per call, microseconds (median; over Dynamo's floor)")
     for row in report["results"]:
         median, over = row["host_us_median"], row["over_dynamo_floor_us"]

@@ -25,7 +25,6 @@ import argparse
 import functools
 import gc
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.comparison.benchmarking import default_device, default_dtype, report_head, write_json
 from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.generation.driving import fill_cache, first_token, forward_batch, give_back
 from sgl_piecewise.generation.engine import OfflineEngine
@@ -353,8 +353,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device = default_device()
+    dtype = default_dtype(device)
     # A profiler sees kernels only of graphs that were made after the first profile.
     busy_s(lambda: torch.zeros(1, device=device), device)
     setting = Setting(
@@ -374,16 +374,7 @@ def main() -> int:
     )
     runners, builds = make_runners(arguments, setting)
     report = {
-        "schema": SCHEMA,
-        "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else "emulated: times say nothing about a GPU",
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        **report_head(SCHEMA),
         "model": setting.loaded.description,
         "kernels": arguments.kernels,
         "attention": next(iter(runners.values())).plan.decode_attention,
@@ -393,7 +384,7 @@ def main() -> int:
         "prefill": measure_prefill(runners, setting),
         "engine": measure_engine(runners, setting),
     }
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(arguments.json, report)
     print(
         json.dumps(
             {key: report[key] for key in ("floors", "builds", "decode", "prefill", "engine")}, indent=1

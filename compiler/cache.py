@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from sgl_piecewise.runtime.atomic_file import write_atomically
+
 _logger = logging.getLogger(__name__)
 
 SCHEMA = "sgl-piecewise.cache-entry"
@@ -107,7 +109,7 @@ class CompileCache:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-"):
                 pass
             if not (folder / _ENVIRONMENT).exists():
-                _write_atomically(folder / _ENVIRONMENT, json.dumps(facts, indent=2, sort_keys=True))
+                write_atomically(folder / _ENVIRONMENT, json.dumps(facts, indent=2, sort_keys=True))
         except OSError as err:
             _warn_once(
                 f"Nothing is cached on disk: {self.folder} cannot be written ({err}). Pieces are compiled in each "
@@ -158,7 +160,7 @@ class CompileCache:
             "checksum": _checksum(content),
             **content,
         }
-        _write_atomically(folder / _ENTRY, json.dumps(document, indent=1))
+        write_atomically(folder / _ENTRY, json.dumps(document, indent=1))
 
     def pieces(self) -> list[StoredPiece]:
         """Lists what is on disk, the newest first."""
@@ -271,18 +273,6 @@ def _read_environment(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(name): str(value) for name, value in facts.items()} if isinstance(facts, dict) else {}
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Makes a file appear with all of its contents, or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-", suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _delete_set_aside(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
-from sgl_piecewise.runtime.capture.emulated.rules import Refusal, refusal_of
+from sgl_piecewise.runtime.capture.emulated.rules import CaptureRefusal, refusal_of
 from sgl_piecewise.runtime.capture.user_code import UserLine, traced_user_line
 from sgl_piecewise.runtime.errors import CaptureForbiddenError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
@@ -150,7 +150,7 @@ def _alone(gm: GraphModule, node: Node) -> GraphModule:
 def _check(
     piece: GraphModule, examples: list[Any], name: str | None, found: dict[tuple[str, str, str], Finding]
 ) -> None:
-    def note(node: Node, refusal: Refusal, is_host_data: bool = False) -> None:
+    def note(node: Node, refusal: CaptureRefusal, is_host_data: bool = False) -> None:
         line = traced_user_line(node.stack_trace)
         found.setdefault(
             (line.place, refusal.what, refusal.why),
@@ -182,23 +182,25 @@ def _check(
     run_on_fakes(piece, examples, observe)
 
 
-def _calls_refused(node: Node) -> Iterator[Refusal]:
+def _calls_refused(node: Node) -> Iterator[CaptureRefusal]:
     """Yields what is known by the call itself."""
     if node.op == "call_method":
         why = _METHODS.get(str(node.target))
         if why is not None:
-            yield Refusal(what=f"Tensor.{node.target}()", why=why, remedy=_BEFORE)
+            yield CaptureRefusal(what=f"Tensor.{node.target}()", why=why, remedy=_BEFORE)
         target = node.kwargs.get("device", node.args[1] if len(node.args) > 1 else None)
         if node.target == "to" and isinstance(target, str) and target.partition(":")[0] == "cpu":
-            yield Refusal(what='Tensor.to("cpu")', why=_HOST, remedy=f"{_BEFORE} A torch.device is accepted.")
+            yield CaptureRefusal(
+                what='Tensor.to("cpu")', why=_HOST, remedy=f"{_BEFORE} A torch.device is accepted."
+            )
     elif node.op == "call_function":
         why = _FUNCTIONS.get(node.target)
         if why is not None:
             name = getattr(node.target, "__name__", str(node.target))
-            yield Refusal(what=f"torch.{name}()", why=why, remedy=_BEFORE)
+            yield CaptureRefusal(what=f"torch.{name}()", why=why, remedy=_BEFORE)
 
 
-def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Refusal | None:
+def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> CaptureRefusal | None:
     """Copies between host and device; a host scalar as an operand is baked and harmless."""
     sources = [one for one in tree.flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
     results = [one for one in tree.flatten(result)[0] if isinstance(one, torch.Tensor)]
@@ -214,7 +216,7 @@ def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
             if source.device.type == target.device.type:
                 continue
             if target.device.type == "cpu" and is_copy:
-                return Refusal(what=str(func), why=_TO_HOST, remedy=_BEFORE)
+                return CaptureRefusal(what=str(func), why=_TO_HOST, remedy=_BEFORE)
             if source.device.type == "cpu" and (is_waited_for or not is_copy):
-                return Refusal(what=str(func), why=_FROM_HOST, remedy=_BEFORE)
+                return CaptureRefusal(what=str(func), why=_FROM_HOST, remedy=_BEFORE)
     return None

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
-import torch
-
+from .atomic_file import write_atomically
 from .errors import ConfigError
 from .time_line import CONTAINER, Attribute, Span, TimeLine, listen, seconds_by_phase, span
 from .torch_private_events import events_to_time_lines
+from .versions import installed_versions
 
 SCHEMA = "sgl-piecewise.build-profile"
 SCHEMA_VERSION = 1
@@ -172,7 +170,7 @@ def profile_of(lines: list[TimeLine], facts: dict[str, str]) -> BuildProfile:
     return BuildProfile(
         schema=SCHEMA,
         schema_version=SCHEMA_VERSION,
-        facts={**_versions(), **facts},
+        facts={**installed_versions(), **facts},
         total_s=total_s,
         phases_s=phases_s,
         unattributed_s=max(0.0, total_s - sum(phases_s.values())),
@@ -318,14 +316,6 @@ def _strings(one: Span, name: str) -> list[str]:
     return value if isinstance(value, list) else []
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "sgl-piecewise": metadata.version("sgl-piecewise"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-
-
 def check_profile_path(path: Path) -> None:
     """Raises ConfigError where a profile could not be written, before anything is built."""
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -336,13 +326,13 @@ def check_profile_path(path: Path) -> None:
 
 
 def write_profile(profile: BuildProfile, path: Path) -> None:
-    """Writes a profile as JSON.
+    """Writes a profile as JSON; the file is there whole or not at all.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     try:
-        path.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(asdict(profile), indent=1) + "\n")
     except OSError as err:
         raise ConfigError(f"The profile cannot be written to {path}: {err}") from err
 

@@ -91,7 +91,7 @@ class CallStats:
 
     Attributes:
         name: Which compile it is.
-        strategy: ``full`` or ``breakable``.
+        strategy: The capture strategy: ``full`` or ``breakable``.
         device: The graph device's name.
         is_emulated: True where capture is imitated on a CPU.
         num_graphs: Recordings now.

@@ -79,9 +79,9 @@ def compare(
     model: ModelName = DEFAULT_MODEL,
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
-    strategies: Annotated[str, typer.Option(help="Comma-separated; eager is always among them.")] = ",".join(
-        COMMAND_STRATEGIES
-    ),
+    strategies: Annotated[
+        str, typer.Option(help="Cells of compile x capture, comma-separated; eager is always among them.")
+    ] = ",".join(COMMAND_STRATEGIES),
     capture_sizes: Annotated[
         str | None,
         typer.Option(

@@ -28,8 +28,9 @@ from .console import (
     errors_as_messages,
     progress_bar,
 )
-from .generation.engine import EngineOptions
+from .generation.engine import EngineOptions, OfflineEngine
 from .generation.printing import TokenPrinter, closing_line
+from .generation.requests import GenerationRequest
 from .generation.setup import EngineSetup, LogprobOptions, build_engine, load_for, plan_of, requests_of
 
 
@@ -55,11 +56,14 @@ def generate(
         int | None,
         typer.Option(help="Also print those of the prompt's tokens after this one; implies --logprobs."),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="A TOML file: a strategy for every forward mode.")] = None,
-    decode: Annotated[
-        str | None, typer.Option(help="Strategy of decoding: eager, none (padded eager), full, breakable.")
+    plan: Annotated[
+        Path | None, typer.Option(help="A TOML file: how to compile and capture every forward mode.")
     ] = None,
-    extend: Annotated[str | None, typer.Option(help="Strategy of prompts, likewise.")] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(help="Capture strategy of decoding: eager, none (padded eager), full, breakable."),
+    ] = None,
+    extend: Annotated[str | None, typer.Option(help="Capture strategy of prompts, likewise.")] = None,
     prefill_attention: Annotated[str | None, typer.Option(help="Attention backend of prompts.")] = None,
     decode_attention: Annotated[str | None, typer.Option(help="Attention backend of decoding.")] = None,
     kernels: Annotated[
@@ -127,19 +131,32 @@ def generate(
             )
             engine = build_engine(setup, loaded, on_progress)
         printer = TokenPrinter(Console(), num_prompts=len(requests), tokenizer=loaded.tokenizer)
-        clock, errors = PhaseClock(), Console(stderr=True, soft_wrap=True)
-        try:
-            with clock.phase("generate"):
-                engine.generate(requests, on_event=printer)
-        finally:
-            printer.close()
-            for change in engine.runner.plan_changes:
-                errors.print(Text(f"Plan: {change}"))
-            if explain:
-                errors.print(Text(engine.runner.explain()))
-            if engine.runner.log.counts:  # A refused prompt is told alone.
-                errors.print(Text(closing_line(engine, printer.num_tokens, clock)))
+        errors = Console(stderr=True, soft_wrap=True)
+        _generate_and_tell(engine, requests, printer, errors, explains=explain)
     for message in printer.errors:
         errors.print(Text.assemble(("Error: ", "bold red"), message))
     if printer.errors:
         raise typer.Exit(EXIT_WRONG)
+
+
+def _generate_and_tell(
+    engine: OfflineEngine,
+    requests: list[GenerationRequest],
+    printer: TokenPrinter,
+    errors: Console,
+    *,
+    explains: bool,
+) -> None:
+    """Generates, and says how the forwards ran, also where it was interrupted."""
+    clock = PhaseClock()
+    try:
+        with clock.phase("generate"):
+            engine.generate(requests, on_event=printer)
+    finally:
+        printer.close()
+        for change in engine.runner.plan_changes:
+            errors.print(Text(f"Plan: {change}"))
+        if explains:
+            errors.print(Text(engine.runner.explain()))
+        if engine.runner.log.counts:  # A refused prompt is told alone.
+            errors.print(Text(closing_line(engine, printer.num_tokens, clock)))

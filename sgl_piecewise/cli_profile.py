@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sgl_piecewise.compiler.cache import CompileCache, StoredPiece
 from sgl_piecewise.models.loading import DEFAULT_MODEL
+from sgl_piecewise.runtime.atomic_file import write_atomically
 from sgl_piecewise.runtime.build_profile import BuildProfile, write_profile
 from sgl_piecewise.runtime.config import cache_folder as default_cache_folder
 from sgl_piecewise.runtime.errors import ConfigError
@@ -45,7 +46,10 @@ _MAX_KEY_DIGITS = 12
 def profile(
     model: ModelName = DEFAULT_MODEL,
     strategy: Annotated[
-        str, typer.Option(help="What is built: breakable, full, fx_piecewise, tc_piecewise, tc_full, tc, ...")
+        str,
+        typer.Option(
+            help="The cell that is built: breakable, full, fx_piecewise, tc_piecewise, tc_full, tc, ..."
+        ),
     ] = DEFAULT_STRATEGY,
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
@@ -142,7 +146,7 @@ def _write(
             written.append(path)
     for file, text in ((html, profile_page), (trace, chrome_trace)):
         if file is not None:
-            file.write_text(text(profiles), encoding="utf-8")
+            write_atomically(file, text(profiles))
             written.append(file)
     for path in written:
         Console(stderr=True).print(Text(f"Wrote {path}"))

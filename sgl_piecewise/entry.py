@@ -69,7 +69,7 @@ def capture(
         shares_layers: Whether equal layers of the module are traced and compiled once.
         on_recompile: What a call without a graph does if it was not compiled for: None compiles, ``error``
             raises, ``eager`` runs it uncompiled and counts that.
-        **options: Of `runtime.capture.entry.capture`: ``strategy``, ``capture_sizes``, ``outputs``, ...
+        **options: Of `runtime.capture.entry.capture`: ``strategy`` (the capture strategy), ``outputs``, ...
 
     Returns:
         A callable with ``fn``'s signature. Its ``build`` has the compiler's phases too.

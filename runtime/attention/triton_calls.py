@@ -154,18 +154,27 @@ def decode_attention(
         **_decode_blocks(block_d, q_THD.dtype),
     )
     if num_splits > 1:
-        launch(
-            kernels.merge_splits_kernel,
-            (num_tokens * num_heads,),
-            [partial_PTHD, lse_PTH, out_THD],
-            written=(2,),
-            num_rows=num_tokens * num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            NUM_SPLITS=num_splits,
-            num_warps=1 if num_splits * block_d <= 2048 else 4,
-        )
+        _merge_splits(kernels, partial_PTHD, lse_PTH, out_THD)
     return out_THD
+
+
+def _merge_splits(
+    kernels: Any, partial_PTHD: torch.Tensor, lse_PTH: torch.Tensor, out_THD: torch.Tensor
+) -> None:
+    """Writes the splits' common result."""
+    num_splits, num_tokens, num_heads, head_dim = partial_PTHD.shape
+    block_d = power_of_two(head_dim)
+    launch(
+        kernels.merge_splits_kernel,
+        (num_tokens * num_heads,),
+        [partial_PTHD, lse_PTH, out_THD],
+        written=(2,),
+        num_rows=num_tokens * num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        NUM_SPLITS=num_splits,
+        num_warps=1 if num_splits * block_d <= 2048 else 4,
+    )
 
 
 def extend_attention(

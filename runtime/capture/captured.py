@@ -62,7 +62,7 @@ class CapturedCallable:
     Args:
         fn: The function, or a mark around it in debug mode.
         inputs: Its input buffers.
-        strategy: For reports: ``full``, ``breakable`` or ``debug``.
+        strategy: The capture strategy, for reports: ``full``, ``breakable`` or ``debug``.
         mode: How sessions capture.
         copy_outputs: Whether calls return copies; else graph-owned tensors.
         sizes: Ascending capture sizes; None where all shapes are fixed.

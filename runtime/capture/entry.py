@@ -55,7 +55,7 @@ def capture(
         fn: Any callable; run without autograd.
         example_args: Positional arguments, at the largest capture size. Tensors are copied.
         example_kwargs: Keyword arguments likewise.
-        strategy: ``breakable`` (a break at every mark) or ``full`` (one graph, marks included).
+        strategy: The capture strategy: ``breakable`` (a break at every mark) or ``full`` (one graph, marks included).
         outputs: ``copy`` returns fresh tensors; ``view`` returns graph-owned ones, valid until
             the next replay on the same pool.
         capture_sizes: Ascending padded sizes; None captures the example's shapes only.
@@ -73,7 +73,7 @@ def capture(
             ``fake``.
         num_warm_ups: Forwards per size before its capture, at least one.
         debug: Run the whole forward as one eager segment through the same buffers and replay path,
-            whatever the strategy.
+            whatever the capture strategy.
         on_progress: Called with (phase, done, total).
         profile: File for the build's profile as JSON: what was traced, compiled, warmed up and captured.
 
@@ -90,7 +90,7 @@ def capture(
     refuse_nested_capture()
     _check_call(fn, example_args, example_kwargs)
     if strategy not in CAPTURE_STRATEGIES:
-        raise ConfigError(f"Unknown strategy {strategy!r}. {nearest(strategy, CAPTURE_STRATEGIES)}")
+        raise ConfigError(f"Unknown capture strategy {strategy!r}. {nearest(strategy, CAPTURE_STRATEGIES)}")
     if outputs not in OUTPUT_MODES:
         raise ConfigError(f"Unknown outputs mode {outputs!r}. {nearest(outputs, OUTPUT_MODES)}")
     if type(num_warm_ups) is not int or num_warm_ups < 1:

@@ -22,7 +22,7 @@ class Recording:
 
     Attributes:
         key: The shape that was captured.
-        strategy: ``full``, ``breakable`` or ``debug``.
+        strategy: The capture strategy: ``full``, ``breakable`` or ``debug``.
         pool: The pool whose memory the graphs use; held, so that it outlives them.
         segments: Graph and eager segments in the order of replay.
         outputs: The forward's result: tensors in the pool are non-owning aliases, overwritten by

@@ -1,6 +1,6 @@
 """Graphs from the one capture engine: a whole forward, or segments between breaks.
 
-Both are `capture` with another strategy. They differ in how attention is planned: inside a graph
+Both are `capture` with another capture strategy. They differ in how attention is planned: inside a graph
 its launches follow from sizes, and plan buffers are rewritten in place before each replay; as a
 break it is planned like an eager forward.
 """

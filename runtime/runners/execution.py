@@ -90,7 +90,7 @@ class Execution:
     Attributes:
         mode: The batch's mode.
         runner: Who ran it.
-        strategy: How: ``eager``, ``none`` (padded eager), ``full``, ``breakable``.
+        strategy: The capture strategy: ``eager``, ``none`` (padded eager), ``full``, ``breakable``.
         extent: Its sizes.
         refusals: Runners that were asked before, and why they did not.
     """
@@ -136,7 +136,7 @@ class CountKey:
     Attributes:
         mode: The batch's mode.
         runner: Who ran it.
-        strategy: How.
+        strategy: The capture strategy.
         size: Padded tokens.
         fallback: Reason code of the fallback; None for none.
     """

@@ -1,4 +1,4 @@
-"""The execution plan: for every mode a runner, a strategy, and capture sizes. Built once, at the edge.
+"""The execution plan: for every mode a runner, how it is compiled and captured, and at which sizes. Built once.
 
 A plan is what was asked for; `resolve` makes it what the attention backends can do, and says what
 it changed. Graph sizes are bounded by the runner's limits, which are not the plan's matter.
@@ -49,7 +49,7 @@ class ModeStrategy:
     """How forwards of one mode run.
 
     Attributes:
-        strategy: One of ``STRATEGIES``.
+        strategy: The capture strategy: one of ``STRATEGIES``.
         compile: What compiles the forward's pieces before it is captured: ``none``, ``fx``, ``inductor``,
             any Dynamo backend. For graph runners; eager batches run uncompiled.
         capture_sizes: Requests (decode runner) or tokens (extend runner) that get a graph; None for
@@ -72,7 +72,9 @@ class ModeStrategy:
         """
         where = f"modes.{mode.value}"
         if self.strategy not in STRATEGIES:
-            raise ConfigError(f"{where}: no strategy {self.strategy!r}. {nearest(self.strategy, STRATEGIES)}")
+            raise ConfigError(
+                f"{where}: no capture strategy {self.strategy!r}. {nearest(self.strategy, STRATEGIES)}"
+            )
         if self.compile != NO_COMPILE and (self.strategy == EAGER or mode in _FOLLOWED):
             raise ConfigError(
                 f"{where}: compile is {self.compile!r} and would not be used: it is for the strategies "

@@ -88,7 +88,9 @@ def with_strategies(plan: ExecutionPlan, strategies: Mapping[ForwardMode, str]) 
     modes = dict(plan.modes)
     for mode, strategy in strategies.items():
         if strategy not in STRATEGIES:
-            raise ConfigError(f"{mode.value}: no strategy {strategy!r}. {nearest(strategy, STRATEGIES)}")
+            raise ConfigError(
+                f"{mode.value}: no capture strategy {strategy!r}. {nearest(strategy, STRATEGIES)}"
+            )
         old = plan.of(mode)
         modes[mode] = dataclasses.replace(
             old,

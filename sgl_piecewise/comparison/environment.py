@@ -6,7 +6,6 @@ never guessed.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
@@ -14,10 +13,10 @@ from pathlib import Path
 import torch
 
 from sgl_piecewise.runtime.capture.device import GraphDevice
+from sgl_piecewise.runtime.versions import installed_versions
 
 from .report import Clocks, Environment
 
-_PACKAGES = ("sgl-piecewise", "torch", "triton", "numpy", "transformers", "tokenizers")
 _CLOCK_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
@@ -53,16 +52,8 @@ def seen_clocks(device: torch.device, when: str) -> tuple[Clocks, ...]:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    # The installed build ("2.13.0+cpu") says more than the package's version.
-    versions["torch"] = str(torch.__version__)
+    versions = installed_versions()
     if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
         driver = _nvidia_smi(device, ("driver_version",))
         if driver is not None:
             versions["driver"] = driver[0]

@@ -8,12 +8,12 @@ that every report is strict JSON. The layout is versioned by `SCHEMA` and descri
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_piecewise.runtime.atomic_file import write_atomically
 from sgl_piecewise.runtime.errors import ConfigError
 
 from .end_to_end.report import EndToEndReport
@@ -212,15 +212,4 @@ def check_can_write(path: Path) -> None:
 
 def write_report(report: ComparisonReport, path: Path) -> None:
     """Writes the report as JSON; the file is there whole or not at all."""
-    text = report.to_json()
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(scratch, 0o666 & ~umask)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    write_atomically(path, report.to_json())

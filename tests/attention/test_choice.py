@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import os
 import subprocess
 import sys
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from sgl_piecewise.runtime.attention.choice import (
+    attention_backend_class,
     available_attention_backends,
     build_attention_backend,
     resolve_attention_backend,
 )
+from sgl_piecewise.runtime.attention.paged import PagedAttention
 from sgl_piecewise.runtime.attention.plan import PlanLimits
 from sgl_piecewise.runtime.attention.torch_paged import TorchAttention
 from sgl_piecewise.runtime.errors import ConfigError, MissingExtraError
@@ -47,6 +51,15 @@ def test_a_backend_is_built_by_name() -> None:
         PlanLimits(max_requests=1, max_tokens=0, max_context=1)
 
 
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=needs_triton), "flashinfer"])
+def test_every_backend_is_built_with_the_same_arguments(name: str) -> None:
+    """They are chosen by name, where no type checker looks; what one has of its own has a default."""
+    parameters = list(inspect.signature(attention_backend_class(name)).parameters.values())
+    common = list(inspect.signature(PagedAttention).parameters.values())
+    assert parameters[: len(common)] == common
+    assert all(one.default is not one.empty for one in parameters[len(common) :])
+
+
 ON_THE_CPU = """
 import torch
 from sgl_piecewise.runtime.errors import ConfigError
@@ -63,5 +76,5 @@ else:
 
 @needs_triton
 def test_compiled_kernels_on_the_cpu_are_refused() -> None:
-    environment = {"PYTHONSAFEPATH": "1", "TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", ON_THE_CPU], check=True, env=environment)
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-P", "-c", ON_THE_CPU], check=True, env=environment)

@@ -56,7 +56,7 @@ def test_found_by_name_in_a_fresh_interpreter() -> None:
         "assert torch.equal(f(x), x.sin() + 1)\n"
         "assert 'sgl_piecewise' in torch.compiler.list_backends()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_mark_without_dynamo_imports_no_tracing() -> None:
@@ -67,7 +67,7 @@ def test_mark_without_dynamo_imports_no_tracing() -> None:
         "assert 'torch._dynamo' not in sys.modules\n"
         "assert 'sgl_piecewise.runtime.mark_tracing' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("piece_compiler", ["fx", "eager", "aot_eager", Counting()])

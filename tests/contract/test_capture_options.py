@@ -18,7 +18,7 @@ from sgl_piecewise.runtime.errors import ConfigError
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sizes_are_one_number": ({"capture_sizes": 8}, "capture_sizes must be a list of integers, got 8"),
     "sizes_are_a_word": ({"capture_sizes": "48"}, "capture_sizes must be a list of integers, got '48'"),
-    "strategy_is_none": ({"strategy": None}, "Unknown strategy None"),
+    "strategy_is_none": ({"strategy": None}, "Unknown capture strategy None"),
     "outputs_are_none": ({"outputs": None}, "Unknown outputs mode None"),
     "warm_ups_are_a_word": ({"num_warm_ups": "2"}, "num_warm_ups is '2'"),
     "warm_ups_are_broken": ({"num_warm_ups": 1.5}, "num_warm_ups is 1.5"),

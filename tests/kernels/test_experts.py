@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -157,6 +158,12 @@ def test_a_captured_forward_follows_the_count_and_the_routes_of_each_batch(
         layer.num_real.fill_(count)
         x, logits = torch.randn_like(layer.x), torch.randn_like(layer.logits)
         assert torch.equal(captured(x, logits), forward(x, logits))
+
+
+def test_every_computation_takes_the_same_arguments(name: str) -> None:
+    """They are chosen by name, where no type checker looks."""
+    wanted = list(inspect.signature(ExpertsKernel.__call__).parameters.values())[1:]
+    assert list(inspect.signature(kernel(name)).parameters.values()) == wanted
 
 
 @pytest.mark.skipif(not has_triton, reason="needs triton")

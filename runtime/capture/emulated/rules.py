@@ -39,7 +39,7 @@ _MASK_TYPES = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class CaptureRefusal:
     """Why a graph cannot hold something.
 
     Attributes:
@@ -69,43 +69,43 @@ def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise forbidden(refusal.what, refusal.why, refusal.remedy)
 
 
-def refusal_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
+def refusal_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureRefusal | None:
     """Returns why CUDA refuses to capture an operator, or None; reads no values, so fake tensors will do."""
     name: str = func._schema.name
     tags = func.tags
     if name in _CHECKS_ERRORS:
-        return Refusal(what=str(func), why=_ERROR_CHECK)
+        return CaptureRefusal(what=str(func), why=_ERROR_CHECK)
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return _refusal_of_indices(func, args)
     if name == "aten::lift_fresh":
         # Zero dimensions are baked, as a Python scalar is.
         if args[0].dim() > 0:
-            return Refusal(
+            return CaptureRefusal(
                 what="A tensor made from host data (torch.tensor([...]))", why=_HOST_DATA, remedy=_HOST_REMEDY
             )
     elif name == "aten::repeat_interleave":
         if kwargs.get("output_size") is None:
-            return Refusal(
+            return CaptureRefusal(
                 what=str(func), why=_SHAPE, remedy="Give output_size=, or put it into a marked function."
             )
     elif name == "aten::histc":
         if _argument(func, args, kwargs, "min") == _argument(func, args, kwargs, "max"):
-            return Refusal(
+            return CaptureRefusal(
                 what=str(func), why=_HOST_SYNC, remedy="Give min= and max=, or put it into a marked function."
             )
     elif name == "aten::normal":
         if isinstance(_argument(func, args, kwargs, "std"), torch.Tensor):
-            return Refusal(
+            return CaptureRefusal(
                 what=str(func),
                 why=f"it checks std on the host; {_HOST_SYNC}",
                 remedy="Scale torch.randn instead.",
             )
     elif torch.Tag.data_dependent_output in tags:
-        return Refusal(what=str(func), why=_HOST_SYNC)
+        return CaptureRefusal(what=str(func), why=_HOST_SYNC)
     elif torch.Tag.dynamic_output_shape in tags:
-        return Refusal(what=str(func), why=_SHAPE)
+        return CaptureRefusal(what=str(func), why=_SHAPE)
     elif name == "aten::_pin_memory":
-        return Refusal(what=str(func), why="pinning host memory is refused by CUDA during capture")
+        return CaptureRefusal(what=str(func), why="pinning host memory is refused by CUDA during capture")
     return None
 
 
@@ -115,7 +115,7 @@ _HOST_REMEDY = (
 )
 
 
-def _refusal_of_indices(func: Any, args: tuple[Any, ...]) -> Refusal | None:
+def _refusal_of_indices(func: Any, args: tuple[Any, ...]) -> CaptureRefusal | None:
     """Integer indices are harmless; masks are turned into indices, whose number depends on values."""
     indices = [index for index in args[1] if index is not None]
     masks = [index for index in indices if index.dtype in _MASK_TYPES]
@@ -129,7 +129,7 @@ def _refusal_of_indices(func: Any, args: tuple[Any, ...]) -> Refusal | None:
     )
     if is_fill:  # x[mask] = 0 becomes masked_fill_.
         return None
-    return Refusal(
+    return CaptureRefusal(
         what=f"Indexing with a mask ({func})",
         why=_SHAPE,
         remedy="Use torch.where or masked_fill, which keep the shape, or a function marked @eager_on_graph.",
