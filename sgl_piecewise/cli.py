@@ -129,15 +129,15 @@ def compare(
     ] = ",".join(DEFAULT_PLANS),
     prompt_lengths: Annotated[
         str | None,
-        typer.Option(help="Prompts to time. Default: 64,256,1024,2048 on CUDA, 16,64 on a CPU."),
+        typer.Option(help="Prompts to time. Default: 64,256,1024,2048 on CUDA, 16,32 on a CPU."),
     ] = None,
     batch_sizes: Annotated[
         str | None,
-        typer.Option(help="Requests that decode together. Default: 1,8,32 on CUDA, 1,4 on a CPU."),
+        typer.Option(help="Requests that decode together. Default: 1,8,32 on CUDA, 1,2 on a CPU."),
     ] = None,
     context_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of each before it decodes. Default: 1024 on CUDA, 32 on a CPU."),
+        typer.Option(help="Tokens of each before it decodes. Default: 1024 on CUDA, 16 on a CPU."),
     ] = None,
     attention: Annotated[
         str, typer.Option(help="Attention backend of these plans: auto, torch, triton, flashinfer.")

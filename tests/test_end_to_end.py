@@ -264,7 +264,7 @@ def test_eager_is_always_there_and_names_are_short() -> None:
 
 def test_default_prompts_are_no_longer_than_the_largest_capture_size() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert end_to_end_options(cpu, (16, 128)).prompt_lengths == (16, 64)
+    assert end_to_end_options(cpu, (16, 128)).prompt_lengths == (16, 32)
     assert end_to_end_options(cpu, (4, 8)).prompt_lengths == (8,)
     assert end_to_end_options(cuda, (4, 512)).prompt_lengths == (64, 256)
     assert end_to_end_options(cuda, (4, 512)).context_tokens == 512

@@ -14,6 +14,7 @@ from sgl_piecewise.runtime.attention.choice import attention_backend_class, reso
 from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
+from sgl_piecewise.runtime.runners.served_model import ServedModel
 from sgl_piecewise.runtime.stopwatch import stopwatch_for
 
 from ..inputs import windows_of_tokens
@@ -66,7 +67,7 @@ def run_end_to_end(
     check_end_to_end(subject, options, compare_options)
     device = subject.model.device
     attention = resolve_attention_backend(options.attention, device)
-    limits = _limits(device, options, options.longest_request(compare_options.num_timed_steps))
+    limits = _limits(subject.model, options, options.longest_request(compare_options.num_timed_steps))
     prompts, batches = _cases(subject, options, compare_options.num_inputs)
     with contextlib.ExitStack() as cleanup:
 
@@ -127,16 +128,17 @@ def run_end_to_end(
     return report
 
 
-def _limits(device: torch.device, options: EndToEndOptions, longest: int) -> RunnerOptions:
+def _limits(model: ServedModel, options: EndToEndOptions, longest: int) -> RunnerOptions:
     """Returns the limits of every arm: room for the longest prompt, or for the largest batch."""
     most_requests = options.batch_sizes[-1]
     return RunnerOptions(
         max_requests=most_requests,
-        max_context=longest,
+        # A forward may be traced with a few more tokens than the largest graph has: room for them as one request.
+        max_context=min(2 * longest, model.max_positions),
         max_extend_tokens=options.prompt_lengths[-1],
         max_total_tokens=most_requests * longest,
         # Nothing else grows on a CPU meanwhile, and its pools are small.
-        margin_bytes=RunnerOptions.margin_bytes if device.type == "cuda" else 1 << 26,
+        margin_bytes=RunnerOptions.margin_bytes if model.device.type == "cuda" else 1 << 26,
         window_fraction=1.0,
     )
 
@@ -147,10 +149,12 @@ def _cases(
     """Cuts prompts and the requests of batches out of the tokens; also of sizes between those of the graphs."""
     ids, host = list(subject.ids), torch.device("cpu")
     sets, _ = windows_of_tokens(ids, token_counts_for(options.prompt_lengths), num_inputs, host)
-    prompts = [
-        CheckedCase(size=one.num_tokens, groups=tuple((_ids_of(window),) for window, _ in one.inputs))
-        for one in sets
-    ]
+    prompts = []
+    for one in sets:
+        # Only what is timed is rotated through; lengths in between are there for their padding.
+        windows = one.inputs if one.num_tokens in options.prompt_lengths else one.inputs[:1]
+        groups = tuple((_ids_of(window),) for window, _ in windows)
+        prompts.append(CheckedCase(size=one.num_tokens, groups=groups))
     length = options.context_tokens + NUM_CHECKED_STEPS
     batches = []
     for batch_size in token_counts_for(options.batch_sizes):

@@ -12,9 +12,9 @@ from sgl_piecewise.runtime.errors import ConfigError
 
 from .plans import DEFAULT_PLANS, checked_plans
 
-CPU_PROMPT_LENGTHS, CUDA_PROMPT_LENGTHS = (16, 64), (64, 256, 1024, 2048)
-CPU_BATCH_SIZES, CUDA_BATCH_SIZES = (1, 4), (1, 8, 32)
-CPU_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 32, 1024
+CPU_PROMPT_LENGTHS, CUDA_PROMPT_LENGTHS = (16, 32), (64, 256, 1024, 2048)
+CPU_BATCH_SIZES, CUDA_BATCH_SIZES = (1, 2), (1, 8, 32)
+CPU_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 16, 1024
 
 NUM_CHECKED_STEPS = 4
 """Decode steps whose logits are compared, with tokens given, before decoding is timed."""
