@@ -22,7 +22,7 @@ endif
 # Without this, `python -m` would find the folder sgl_piecewise/ here instead of the package.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help compare test test-slow check lint format types layers named clean
+.PHONY: help compare test test-slow test-matrix check lint format types layers named clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow --timeout 600 $(if $(NUM_PROCESSES),-n $(NUM_PROCESSES)) $(ARGS)
+
+# Hours on a CPU, where graphs are emulated.
+test-matrix: $(READY)
+	$(PY) -m pytest -m matrix --timeout 7200 $(ARGS)
 
 check: lint types layers test test-slow
 

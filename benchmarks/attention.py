@@ -294,6 +294,7 @@ def measure_kernels(num_tokens: int, layer: AttentionSpec, rounds: int) -> dict[
     calls: dict[str, Callable[[KernelSet], Any]] = {
         "add_rms_norm": lambda kernels: kernels.add_rms_norm(x, residual, weight, 1e-6),
         "silu_mul": lambda kernels: kernels.silu_mul(gate_up),
+        "gelu_tanh_mul": lambda kernels: kernels.gelu_tanh_mul(gate_up),
         "norm_rotate": lambda kernels: kernels.norm_rotate(q, k, cos, sin, **norms),
         "write_kv": lambda kernels: kernels.write_kv(*pool, slots, k, v),
     }

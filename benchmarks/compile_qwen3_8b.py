@@ -8,7 +8,8 @@ Each step is a process of its own, with the model's shape filled with random bf1
 ``Decoder.hidden_states`` (no output layer), SDPA attention as the break, graph-owned outputs:
 
 - ``cold``: Inductor's cache folder is new. Builds ``breakable``, then ``tc_piecewise``. Imports, first
-  kernels and the first capture of the process are done before and shown apart.
+  kernels and the first capture of the process are done before and shown apart. Afterwards the memory estimate
+  stands beside the pools of ``fx_piecewise`` and ``tc_piecewise``: all sizes, and the largest alone.
 - ``warm``: the same with the folder that ``cold`` left.
 - ``replay``: another new folder. Builds ``torch.compile(mode="reduce-overhead")`` of the plain model (attention
   inside its graphs) for five sizes, then the other arms; checks values; times all arms in turns.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -58,7 +60,7 @@ from sgl_piecewise.runtime.capture.sizes import default_capture_sizes
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.stopwatch import stopwatch_for
 
-SCHEMA = "sgl_piecewise.benchmarks.compile/1"
+SCHEMA = "sgl_piecewise.benchmarks.compile/2"
 STEPS = ("cold", "warm", "replay")
 REPLAY_SIZES = (4, 16, 64, 256, 1024, 4096)
 NUM_OVERHEAD_SIZES = 5
@@ -151,6 +153,7 @@ def built_facts(captured: CapturedCallable) -> dict[str, Any]:
         "unattributed_s": build.unattributed_s,
         "compile_share": build.compile_share,
         "pool_bytes": captured.pool.memory().reserved_bytes,
+        "pool_bytes_largest_alone": build.sizes[0].reserved_bytes,
     }
     counts = getattr(captured.fn, "counts", None)
     if counts is not None:
@@ -172,11 +175,56 @@ def measure_builds(subject: Subject, arguments: argparse.Namespace) -> dict[str,
         captured = subject.build("tc_piecewise", shares_layers=False)
         report["tc_piecewise_whole"] = built_facts(captured)
         captured.reset()
+    report["memory_estimate"] = estimated_memory(subject, report["tc_piecewise"][0])
     breakable_s = statistics.median(entry["total_s"] for entry in report["breakable"])
     report["breakable_s"] = breakable_s
     report["tc_piecewise_s"] = report["tc_piecewise"][0]["total_s"]
     report["ratio"] = report["tc_piecewise_s"] / breakable_s
     return report
+
+
+def estimated_memory(subject: Subject, built: dict[str, Any]) -> dict[str, Any]:
+    """Estimates the pool beside what was measured, after the builds and in none of them.
+
+    ``fx_piecewise`` is built here: the estimate is of pieces that run as FX, and an upper bound for Inductor's.
+    """
+    from sgl_piecewise.compiler.memory import (
+        pool_estimates,
+    )  # Here, so that the import of Dynamo is measured.
+
+    settle(subject.device)
+    captured = capture(
+        subject.model.hidden_states,
+        (subject.ids, subject.positions),
+        compile="fx",
+        launch_segments=False,
+        capture_sizes=subject.sizes,
+        outputs="view",
+    )
+    measured = {"fx": built_facts(captured), "inductor": built}
+    began = time.perf_counter()
+    estimates = pool_estimates(
+        subject.model.hidden_states,
+        (subject.ids, subject.positions),
+        compilers=list(measured),
+        capture_sizes=subject.sizes,
+        device=captured.pool.device,
+    )
+    found: dict[str, Any] = {"estimate_s": time.perf_counter() - began}
+    captured.reset()
+    for (compiler, facts), estimate in zip(measured.items(), estimates, strict=True):
+        found[compiler] = {
+            **dataclasses.asdict(estimate),
+            "pool_bytes": facts["pool_bytes"],
+            "pool_bytes_largest_alone": facts["pool_bytes_largest_alone"],
+            "ratio": ratio_of(estimate.reserved_bytes, facts["pool_bytes"]),
+            "ratio_largest_alone": ratio_of(estimate.largest_alone_bytes, facts["pool_bytes_largest_alone"]),
+        }
+    return found
+
+
+def ratio_of(estimated: int | None, measured: int) -> float | None:
+    return None if estimated is None else estimated / measured
 
 
 class ReduceOverhead:
@@ -357,6 +405,10 @@ def findings(report: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for step in ("cold", "warm"):
         if step in report:
+            for compiler in ("fx", "inductor"):
+                ratio = report[step]["memory_estimate"][compiler]["ratio_largest_alone"]
+                if ratio is not None:
+                    found[f"{step}_{compiler}_memory_estimate_over_measured"] = ratio
             found[f"{step}_build_over_breakable"] = report[step]["ratio"]
             found[f"{step}_compile_share"] = report[step]["tc_piecewise"][0]["compile_share"]
     replay = report.get("replay", {})

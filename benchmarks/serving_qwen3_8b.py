@@ -148,7 +148,7 @@ def busy_s(call: Callable[[], Any], device: torch.device) -> float | None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events()
-        if event.device_type is torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA
     )
     total, end = 0.0, 0.0
     for start, stop in spans:
@@ -306,6 +306,7 @@ def make_runners(
     context = max(setting.context + 8 * setting.rounds + 16, setting.prompts[-1] + 1)
     options = RunnerOptions(
         max_requests=setting.batches[-1],
+        kernels=arguments.kernels,
         max_context=context,
         max_extend_tokens=setting.prompts[-1],
         max_total_tokens=setting.batches[-1] * (setting.context + 8) + setting.prompts[-1],

@@ -7,6 +7,7 @@ forward, and copies and pickles are of the original class.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import inspect
 import types
@@ -63,6 +64,21 @@ def restore_layers(model: Model) -> Model:
         if original is not None:
             module.__class__ = original
     return model
+
+
+@contextlib.contextmanager
+def layers_shared(model: torch.nn.Module, is_shared: bool) -> Iterator[None]:
+    """Has the layers of a model shared, or not, for the block; afterwards they are as before."""
+    before = [(layer, type(layer)) for layer in repeated_layers(model)]
+    try:
+        if is_shared:
+            compile_layers_once(model)
+        else:
+            restore_layers(model)
+        yield
+    finally:
+        for layer, kind in before:
+            layer.__class__ = kind
 
 
 def original_class(layer: torch.nn.Module) -> type:

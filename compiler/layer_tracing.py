@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ class LayerCallSite(CallSite):
     Attributes:
         dynamic_dims: Of each tensor, the dimensions that are symbolic in the forward around the layer.
     """
+
+    is_break: ClassVar[bool] = False
 
     dynamic_dims: tuple[tuple[int, ...], ...]
 

@@ -13,6 +13,8 @@ from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
+# One compile serves all sizes, and tuning at the one of the trace chooses for none of the others.
+_INDUCTOR_SETTINGS = {"triton.autotune_pointwise": False}
 _OUTSIDE_LAYERS = ("auto", "compile", "fx")
 
 
@@ -102,9 +104,14 @@ class CompileOptions:
         """
         return CallPolicy(**{one.name: getattr(self, one.name) for one in dataclasses.fields(CallPolicy)})
 
+    def inductor_settings(self) -> dict[str, Any]:
+        """Returns what Inductor is told: ours where nothing else was asked, and no CUDA graphs of its own."""
+        return {**_INDUCTOR_SETTINGS, **self.inductor_config, "triton.cudagraphs": False}
+
     def key_text(self) -> str:
         """Returns what of the options decides how a piece is compiled, as text."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(self.inductor_config.items()))
+        given = self.inductor_settings() if self.piece_compiler == "inductor" else {}
+        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(given.items()))
         fusions = f" fusions={sorted(self.fusions)}" if self.fusions else ""
         return f"piece_compiler={self.piece_compiler!r} {settings}".rstrip() + fusions
 

@@ -39,6 +39,7 @@ def import_piece_compiler(chosen: str | PieceCompiler) -> None:
 
     Both would otherwise count as compiling. Unknown names are left alone.
     """
+    torch_private_inductor.import_dynamo()
     if chosen == "inductor":
         torch_private_inductor.set_up_inductor()
     elif isinstance(chosen, str) and chosen in _EXTRAS and importlib.util.find_spec(_EXTRAS[chosen][0]):
@@ -75,7 +76,7 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
         _check_inductor_names(options.inductor_config)
-        return partial(_compile_with_inductor, backend, options.inductor_config)
+        return partial(_compile_with_inductor, backend, options.inductor_settings())
     if chosen == "openvino":
         return partial(compile_with_openvino, backend)
     if chosen == "torch_tensorrt":
@@ -91,7 +92,7 @@ def _compile_with_inductor(
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     with torch_private_inductor.kernels_in_threads():
-        return inductor(piece, example_inputs, config_patches={**settings, "triton.cudagraphs": False})
+        return inductor(piece, example_inputs, config_patches=dict(settings))
 
 
 def _check_inductor_names(names: Collection[str]) -> None:

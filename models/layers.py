@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
@@ -48,15 +47,9 @@ def linear(in_features: int, out_features: int, *, bias: bool, building: Buildin
     return layer
 
 
-def gelu_tanh_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
-    """Returns GELU (tanh form) of the first half times the second (dtype[T, M]), fresh."""
-    gate_TM, up_TM = gate_up_TM2.chunk(2, dim=-1)
-    return F.gelu(gate_TM, approximate="tanh") * up_TM
-
-
 def gate_kernel(activation: Activation, kernels: KernelSet) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns what joins gate and up projection."""
-    return kernels.silu_mul if activation is Activation.SILU else gelu_tanh_mul
+    return kernels.silu_mul if activation is Activation.SILU else kernels.gelu_tanh_mul
 
 
 class RMSNorm(nn.Module):

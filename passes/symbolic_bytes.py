@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,10 @@ class SymbolicBytes:
             kept[one] = terms
         return cls(candidates=tuple(kept))
 
+    def replaced(self, expressions: Mapping[Any, Any]) -> SymbolicBytes:
+        """Returns the number with other expressions in the place of symbols."""
+        return SymbolicBytes(candidates=tuple(one.xreplace(expressions) for one in self.candidates))
+
     @property
     def expression(self) -> Any:
         """The number as one sympy expression."""
@@ -68,26 +72,33 @@ class SymbolicBytes:
         Raises:
             ConfigError: The trace has several symbols, one has no value, or a count is no whole number from 0.
         """
-        symbols = self.symbols
-        for count in num_tokens.values() if isinstance(num_tokens, Mapping) else [num_tokens]:
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise ConfigError(f"num_tokens must be a whole number of at least 0, got {count!r}.")
-        if isinstance(num_tokens, Mapping):
-            missing = [str(one) for one in symbols if str(one) not in num_tokens]
-            if missing:
-                raise ConfigError(f"No value for {', '.join(missing)}; got {sorted(num_tokens)}.")
-            values = {one: sympy.Integer(num_tokens[str(one)]) for one in symbols}
-        elif len(symbols) > 1:
-            raise ConfigError(
-                f"The trace has {len(symbols)} symbolic sizes ({', '.join(map(str, symbols))}): give a mapping of "
-                "their names to values."
-            )
-        else:
-            values = {one: sympy.Integer(num_tokens) for one in symbols}
+        values = values_of_symbols(self.symbols, num_tokens)
         return max((int(one.xreplace(values)) for one in self.candidates), default=0)
 
     def __str__(self) -> str:
         return " or ".join(map(str, self.candidates)) or "0"
+
+
+def values_of_symbols(symbols: Sequence[Any], num_tokens: int | Mapping[str, int]) -> dict[Any, Any]:
+    """Returns the value of every symbol for a token count; see `SymbolicBytes.at`.
+
+    Raises:
+        ConfigError: As there.
+    """
+    for count in num_tokens.values() if isinstance(num_tokens, Mapping) else [num_tokens]:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ConfigError(f"num_tokens must be a whole number of at least 0, got {count!r}.")
+    if isinstance(num_tokens, Mapping):
+        missing = [str(one) for one in symbols if str(one) not in num_tokens]
+        if missing:
+            raise ConfigError(f"No value for {', '.join(missing)}; got {sorted(num_tokens)}.")
+        return {one: sympy.Integer(num_tokens[str(one)]) for one in symbols}
+    if len(symbols) > 1:
+        raise ConfigError(
+            f"The trace has {len(symbols)} symbolic sizes ({', '.join(map(str, symbols))}): give a mapping of "
+            "their names to values."
+        )
+    return {one: sympy.Integer(num_tokens) for one in symbols}
 
 
 def _is_never_above(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:

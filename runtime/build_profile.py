@@ -15,12 +15,13 @@ from pathlib import Path
 
 from .atomic_file import write_atomically
 from .errors import ConfigError
+from .records import PoolReservation
 from .time_line import CONTAINER, Attribute, Span, TimeLine, listen, seconds_by_phase, span
 from .torch_private_events import events_to_time_lines
 from .versions import installed_versions
 
 SCHEMA = "sgl-piecewise.build-profile"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 BUILD_SPAN = "build"
 TRACE_SPAN = "dynamo"
@@ -120,6 +121,7 @@ class BuildProfile:
         pieces: Every compiled piece.
         sizes: Every capture size, in the order of the captures.
         spans: The time line itself; `parent` is an index into it.
+        memory: What the graph pool reserved; None where nobody asked, or nothing was captured.
     """
 
     schema: str
@@ -132,6 +134,7 @@ class BuildProfile:
     pieces: tuple[ProfiledPiece, ...]
     sizes: tuple[ProfiledSize, ...]
     spans: tuple[Span, ...]
+    memory: PoolReservation | None = None
 
     @property
     def attributed_share(self) -> float:
@@ -153,12 +156,15 @@ class BuildProfile:
         return sum(piece.cache == cache for piece in self.pieces)
 
 
-def profile_of(lines: list[TimeLine], facts: dict[str, str]) -> BuildProfile:
+def profile_of(
+    lines: list[TimeLine], facts: dict[str, str], memory: PoolReservation | None = None
+) -> BuildProfile:
     """Makes the profile of finished time lines, one after the other.
 
     Args:
         lines: In order. Time between them is left out.
         facts: What a reader needs to know beside.
+        memory: What the graph pool reserved.
     """
     spans: list[Span] = []
     total_s = 0.0
@@ -178,6 +184,7 @@ def profile_of(lines: list[TimeLine], facts: dict[str, str]) -> BuildProfile:
         pieces=_pieces(spans),
         sizes=_sizes(spans),
         spans=tuple(spans),
+        memory=memory,
     )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -90,7 +90,10 @@ class CallSite:
         argument_leaves: Its leaves.
         results: Structure of the result.
         result_leaves: Its leaves.
+        is_break: Whether a breakable capture stops for the call.
     """
+
+    is_break: ClassVar[bool] = True
 
     name: str
     arguments: tree.Spec

@@ -134,6 +134,50 @@ class PieceBuild:
     num_operators: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolEstimate:
+    """What a graph pool was estimated to reserve, before anything was captured.
+
+    Attributes:
+        reserved_bytes: With all sizes captured; None where there is no estimate.
+        largest_alone_bytes: With the largest size captured; None likewise.
+        is_upper_bound: Whether pieces are a compiler's code, which may need less than was estimated.
+        missing_because: Why there is no estimate, or None.
+    """
+
+    reserved_bytes: int | None
+    largest_alone_bytes: int | None
+    is_upper_bound: bool
+    missing_because: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolReservation:
+    """What the graph pool of a build reserved, in bytes.
+
+    Attributes:
+        reserved_bytes: With all sizes captured.
+        largest_alone_bytes: Once the largest size was captured.
+        estimate: What was estimated beside; None where nobody asked.
+    """
+
+    reserved_bytes: int
+    largest_alone_bytes: int
+    estimate: PoolEstimate | None = None
+
+    @property
+    def estimate_ratio(self) -> float | None:
+        """The estimate over what was reserved, all sizes captured; None where either is missing."""
+        return estimate_ratio(self.estimate, self.reserved_bytes)
+
+
+def estimate_ratio(estimate: PoolEstimate | None, reserved_bytes: int) -> float | None:
+    """Returns an estimate over what was measured, all sizes captured; None where either is missing."""
+    if estimate is None or estimate.reserved_bytes is None or not reserved_bytes:
+        return None
+    return estimate.reserved_bytes / reserved_bytes
+
+
 @dataclass
 class PhaseClock:
     """Adds up wall time by phase name. Phases do not nest.

@@ -1,4 +1,4 @@
-"""Private PyTorch APIs of Inductor: what it sets up once a process, its settings, and kernels compiled in threads.
+"""Private PyTorch APIs of Inductor: what it and Dynamo set up once a process, settings, kernels in threads.
 
 As in ``torch_private`` each piece is small, says what it relies on, and knows nothing of the rest of the
 library; tried on 2.11 and 2.13. Only what runs while something is compiled imports this file.
@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,18 @@ _MODULES = (
     "torch._inductor.fx_passes.pad_mm",
     "torch._inductor.runtime.triton_heuristics",
 )
+# And Dynamo in the middle of its first trace.
+_DYNAMO_MODULES = (
+    "torch._dynamo.repro.after_dynamo",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._export.db.logging",
+    "torch._export.passes.collect_tracepoints_pass",
+    "torch._subclasses.schema_check_mode",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+    "sympy.tensor.tensor",
+)
 _MOST_THREADS = 8
 
 
@@ -39,15 +51,25 @@ def inductor_settings() -> list[str]:
     return list(settings)
 
 
+def import_dynamo() -> None:
+    """Imports what Dynamo would import while it traces its first function; a module that is gone is left out."""
+    _import_those_there(_DYNAMO_MODULES)
+
+
+def _import_those_there(names: Sequence[str]) -> None:
+    for name in names:
+        package = name.rpartition(".")[0]
+        if importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
 def set_up_inductor() -> None:
     """Does what Inductor does once a process, whatever it compiles: its imports, its patterns, hashes of sources.
 
     Else its first compile would do it. The keys of its caches hold hashes of PyTorch's and Triton's sources,
     which are read in a thread meanwhile. What a version of PyTorch does not have is left out.
     """
-    for name in _MODULES:
-        if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
+    _import_those_there(_MODULES)
     # After the imports: hashing Triton's sources imports some of it, and two threads that import can block each other.
     hashing = threading.Thread(target=_hash_sources, name="hash sources of torch and triton")
     hashing.start()

@@ -10,15 +10,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.build_profile import profiled
 from sgl_piecewise.runtime.capture.arguments import ArgumentBinder
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.capture.session import refuse_nested_capture
-from sgl_piecewise.runtime.capture.sizes import validate_capture_sizes
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.records import IMPORT, PhaseClock
 
@@ -159,44 +155,12 @@ def trace_for_all_sizes(
     Raises:
         CompileError: It cannot be traced in one graph, or bakes its size in.
     """
-    from sgl_piecewise.compiler.trace_size import sizes_in_use, trace_size
+    from sgl_piecewise.compiler.trace_size import arguments_to_trace
 
     if capture_sizes is None:
         compiled.trace(args, kwargs, {})
         return
-    sizes = validate_capture_sizes(capture_sizes)
-    leaves, spec = tree.flatten((args, kwargs))
-    dims = _dynamic_leaves(leaves, ArgumentBinder(compiled).leaf_paths(args, kwargs), sizes[-1], dynamic_dims)
-    others = [
-        leaf if index not in dims else leaf.select(dims[index], 0)
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor)
-    ]
-    size = trace_size(sizes, sizes_in_use(compiled.__self__, others))
-    for index, dim in dims.items():
-        rows = torch.arange(size, device=leaves[index].device) % sizes[-1]
-        leaves[index] = leaves[index].index_select(dim, rows)
-    args, kwargs = tree.unflatten(spec, leaves)
-    compiled.trace(args, kwargs, dims)
-
-
-def _dynamic_leaves(
-    leaves: Sequence[Any], paths: Sequence[str], largest: int, dynamic_dims: Mapping[str, int] | None
-) -> dict[int, int]:
-    """Returns which dimension of which leaf follows the capture size, by the rule of `StaticInputs`."""
-    found: dict[int, int] = {}
-    for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            continue
-        if dynamic_dims is None:
-            if leaf.shape[0] == largest:
-                found[index] = 0
-        elif path in dynamic_dims:
-            dim = dynamic_dims[path]
-            # What cannot be such a dimension is refused with a reason when inputs are made static.
-            if type(dim) is int and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == largest:
-                found[index] = dim % leaf.dim()
-    return found
+    compiled.trace(*arguments_to_trace(compiled, args, kwargs, capture_sizes, dynamic_dims))
 
 
 def _add_compile_phases(

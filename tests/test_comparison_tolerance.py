@@ -90,6 +90,9 @@ def test_every_compiled_cell_is_compared_and_timed() -> None:
         assert 0 < build.compile_share < 1
         padded = [4, 4, 8] if strategy.memory is not None else [3, 4, 8]
         assert [entry.padded_size for entry in strategy.values] == padded
+        ratio = None if strategy.memory is None else strategy.memory.estimate_ratio
+        assert (ratio is not None) == strategy.strategy.endswith("_piecewise")
+        assert ratio is None or 0.95 <= ratio <= 1.05, "exact where pieces are as they were traced"
     assert "times as far from the model in a wider dtype as padded eager is" in report.verdict
 
 

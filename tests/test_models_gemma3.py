@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from models_gguf import GEMMA_NAMES, gguf_name
+from models_gemma3 import TEXT, reference_gemma3
+from models_matrix import (
+    MATRIX_DEVICES,
+    NUM_NEW,
+    STRATEGIES,
+    WAYS,
+    Judge,
+    generated_by,
+    matrix_lengths,
+    matrix_runner,
+    prompts_from,
+)
 from models_reference import logits_of, reference_logits
-from models_serving import check_greedy, greedy_tokens, model_runner, serving_plan
 
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.models.packaged_gguf import packaged_gguf_path
@@ -19,14 +29,13 @@ from sgl_piecewise.models.packaged_models import GEMMA3
 from sgl_piecewise.models.shapes import named_shape
 from sgl_piecewise.runtime.errors import CheckpointError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ERROR = 1e-3
+"""What float32 sums in another order differ by in this model's logits."""
 
-TEXT = """\
-A CUDA graph records a sequence of kernels once and launches them again with one call. On a model
-that runs many small kernels this removes most of the time that the host spends on launching them.
-What cannot be recorded has to run between two graphs: here that is attention, whose work depends
-on how long each sequence is.
-"""
+
+def _slow(test: Callable[..., None]) -> Callable[..., None]:
+    """Puts a test into the second tier."""
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +47,12 @@ def path() -> Path:
         pytest.skip(str(err))
 
 
+def prompts_of(loaded: LoadedModel, lengths: list[int]) -> list[list[int]]:
+    """Returns prompts that begin at different words of the text."""
+    assert loaded.tokenizer is not None
+    return prompts_from(loaded.tokenizer.encode(TEXT * 14), lengths)
+
+
 @pytest.fixture(scope="module")
 def loaded(path: Path) -> LoadedModel:
     return load_model(path, device="cpu", dtype=torch.float32)
@@ -45,31 +60,10 @@ def loaded(path: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def reference(path: Path) -> Any:
-    """transformers' class, filled from the file; the file's norms have one added."""
-    import transformers
-
-    # As published in google/gemma-3-270m, config.json.
-    config = transformers.Gemma3TextConfig(
-        vocab_size=262144,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        max_position_embeddings=32768,
-        query_pre_attn_scalar=256,
-        sliding_window=512,
-    )
-    model = transformers.Gemma3ForCausalLM(config).eval()
-    stored = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
-    for name, parameter in model.named_parameters():
-        values = torch.from_numpy(np.array(stored[gguf_name(name, GEMMA_NAMES)]))
-        with torch.no_grad():
-            parameter.copy_(values - 1.0 if name.endswith("norm.weight") else values)
-    return model
+    return reference_gemma3(path)
 
 
+@_slow
 def test_logits_agree_with_transformers_beyond_the_window(loaded: LoadedModel, reference: Any) -> None:
     assert loaded.tokenizer is not None
     token_ids = loaded.tokenizer.encode(TEXT * 9)
@@ -79,12 +73,14 @@ def test_logits_agree_with_transformers_beyond_the_window(loaded: LoadedModel, r
     assert (ours - theirs).abs().max() < 1e-3
 
 
+@_slow
 def test_the_model_is_the_shape_of_its_name(loaded: LoadedModel) -> None:
     found, shape = vars(loaded.config), vars(named_shape("gemma3-270m"))
     differing = {key for key in shape if found[key] != shape[key]}
     assert differing <= {"rms_norm_eps"}  # The file holds it in float32.
 
 
+@_slow
 def test_it_says_what_a_language_model_says(loaded: LoadedModel) -> None:
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.encode("The capital of France is") == [2, 818, 5279, 529, 7001, 563]
@@ -93,6 +89,7 @@ def test_it_says_what_a_language_model_says(loaded: LoadedModel) -> None:
     assert loaded.tokenizer.decode([next_id]) == " question"
 
 
+@_slow
 def test_the_tokenizer_gives_text_back_and_whole_tokens(loaded: LoadedModel) -> None:
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
@@ -101,18 +98,41 @@ def test_the_tokenizer_gives_text_back_and_whole_tokens(loaded: LoadedModel) -> 
     assert tokenizer.encode("<start_of_turn>user\nHi<end_of_turn>") == [2, 105, 2364, 107, 10979, 106]
 
 
-def test_greedy_tokens_equal_transformers_over_two_sub_pools(loaded: LoadedModel, reference: Any) -> None:
-    """Prompts on both sides of the window of 512 tokens, batched and in chunks."""
-    assert loaded.tokenizer is not None
-    token_ids = loaded.tokenizer.encode(TEXT * 9)
-    prompts = [token_ids[:length] for length in (600, 5, 40)]
-    runner = model_runner(
-        loaded.model,
-        serving_plan("eager", "eager"),
-        max_requests=3,
-        max_context=640,
-        max_extend_tokens=256,
-        max_total_tokens=1024,
-    )
-    generated = greedy_tokens(runner, prompts, 12, chunk_tokens=200)
-    check_greedy(reference, prompts, generated, error=1e-3)
+@_slow
+@pytest.mark.parametrize("strategy", ["eager", "breakable"])
+def test_greedy_tokens_equal_transformers_over_two_sub_pools(
+    strategy: str, loaded: LoadedModel, reference: Any
+) -> None:
+    """Prompts on both sides of the window of 512 tokens, in chunks."""
+    lengths, num_new = [600, 5, 40], 8
+    prompts = prompts_of(loaded, lengths)
+    runner = matrix_runner(loaded.model, strategy, lengths, num_new=num_new, window_fraction=1.0)
+    Judge(reference, ERROR).check(prompts, generated_by(runner, strategy, "chunked", prompts, num_new))
+
+
+@_slow
+def test_greedy_tokens_equal_transformers_captured_whole(loaded: LoadedModel, reference: Any) -> None:
+    """Both windows inside a graph; short prompts, since emulated attention reads all there can be."""
+    lengths = [20, 3]
+    prompts = prompts_of(loaded, lengths)
+    runner = matrix_runner(loaded.model, "full", lengths, num_new=6, max_extend_tokens=32, sizes=(32,))
+    Judge(reference, ERROR).check(prompts, generated_by(runner, "full", "batched", prompts, 6))
+
+
+@functools.cache
+def _loaded_on(path: Path, device: str) -> tuple[LoadedModel, Judge]:
+    loaded = load_model(path, device=device, dtype=torch.float32)
+    return loaded, Judge(reference_gemma3(path).to(device), ERROR)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("device", MATRIX_DEVICES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_and_way_on_all_prompts(strategy: str, device: str, path: Path) -> None:
+    """32 prompts of 1 to 900 tokens, 64 new tokens each."""
+    loaded, judge = _loaded_on(path, device)
+    lengths = matrix_lengths()
+    prompts = prompts_of(loaded, lengths)
+    runner = matrix_runner(loaded.model, strategy, lengths)
+    for way in WAYS:
+        judge.check(prompts, generated_by(runner, strategy, way, prompts, NUM_NEW))

@@ -1,12 +1,24 @@
-"""Greedy tokens of SmolLM2-135M over KV pools, against transformers; few here, more in the second tier."""
+"""Greedy tokens of SmolLM2-135M over KV pools, against transformers: a few in each tier, all in the matrix."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models_matrix import (
+    MATRIX_DEVICES,
+    NUM_NEW,
+    STRATEGIES,
+    WAYS,
+    Judge,
+    generated_by,
+    matrix_lengths,
+    matrix_runner,
+    prompts_from,
+)
 from models_serving import check_greedy, greedy_tokens, model_runner, serving_plan
 from models_smollm2 import TEXT, reference_smollm2
 
@@ -39,9 +51,7 @@ def reference(path: Path) -> Any:
 def prompts_of(loaded: LoadedModel, lengths: list[int]) -> list[list[int]]:
     """Returns prompts that begin at different words of the text."""
     assert loaded.tokenizer is not None
-    ids = loaded.tokenizer.encode(TEXT * 6)
-    assert len(ids) >= max(lengths) + len(lengths)
-    return [ids[start : start + length] for start, length in enumerate(lengths)]
+    return prompts_from(loaded.tokenizer.encode(TEXT * 6), lengths)
 
 
 @pytest.mark.timeout(400)  # Both models are loaded.
@@ -57,31 +67,43 @@ def test_a_few_greedy_tokens_equal_transformers_in_mixed_batches(loaded: LoadedM
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_greedy_tokens_equal_transformers_under_graphs(loaded: LoadedModel, reference: Any) -> None:
-    prompts = prompts_of(loaded, [40, 3, 12])
-    for decode, extend in (("full", "breakable"), ("breakable", "full")):
-        plan = serving_plan(decode, extend, decode_size=3, extend_size=32)
-        runner = model_runner(loaded.model, plan, max_requests=3, max_context=64, max_extend_tokens=32)
-        check_greedy(reference, prompts, greedy_tokens(runner, prompts, 6), error=ERROR)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "eager"])
+def test_greedy_tokens_equal_transformers_under_graphs(
+    strategy: str, loaded: LoadedModel, reference: Any
+) -> None:
+    lengths = [40, 3, 12]
+    prompts = prompts_of(loaded, lengths)
+    runner = matrix_runner(loaded.model, strategy, lengths, num_new=6, max_extend_tokens=32, sizes=(32,))
+    Judge(reference, ERROR).check(prompts, generated_by(runner, strategy, "batched", prompts, 6))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_greedy_tokens_of_many_prompts_equal_transformers(loaded: LoadedModel, reference: Any) -> None:
-    """Prompts of 1 to 300 tokens; batched, in chunks, and some one by one."""
-    lengths = [1 + round(299 * (index / 11) ** 3) for index in range(12)]
+    """Prompts of 1 to 900 tokens in every way; all of them, with more tokens, are in the matrix."""
+    lengths = matrix_lengths(12)
+    prompts, judge = prompts_of(loaded, lengths), Judge(reference, ERROR)
+    runner = matrix_runner(loaded.model, "eager", lengths, num_new=8)
+    for way in ("batched", "chunked"):
+        judge.check(prompts, generated_by(runner, "eager", way, prompts, 8))
+    few = [prompts[index] for index in (0, 5, 9)]
+    judge.check(few, generated_by(runner, "eager", "one by one", few, 8))
+
+
+@functools.cache
+def _loaded_on(path: Path, device: str) -> tuple[LoadedModel, Judge]:
+    loaded = load_model(path, device=device, dtype=torch.float32)
+    return loaded, Judge(reference_smollm2(path).to(device), ERROR)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("device", MATRIX_DEVICES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_and_way_on_all_prompts(strategy: str, device: str, path: Path) -> None:
+    """32 prompts of 1 to 900 tokens, 64 new tokens each."""
+    loaded, judge = _loaded_on(path, device)
+    lengths = matrix_lengths()
     prompts = prompts_of(loaded, lengths)
-    runner = model_runner(
-        loaded.model,
-        serving_plan("eager", "eager"),
-        max_requests=12,
-        max_context=384,
-        max_extend_tokens=256,
-        max_total_tokens=3000,
-    )
-    batched = greedy_tokens(runner, prompts, 12)
-    check_greedy(reference, prompts, batched, error=ERROR)
-    chunked = greedy_tokens(runner, prompts, 6, chunk_tokens=50)
-    check_greedy(reference, prompts, chunked, error=ERROR)
-    few = [prompts[index] for index in (0, 5, 11)]
-    check_greedy(reference, few, greedy_tokens(runner, few, 6, is_one_by_one=True), error=ERROR)
+    runner = matrix_runner(loaded.model, strategy, lengths)
+    for way in WAYS:
+        judge.check(prompts, generated_by(runner, strategy, way, prompts, NUM_NEW))

@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from models_matrix import (
+    MATRIX_DEVICES,
+    NUM_NEW,
+    STRATEGIES,
+    WAYS,
+    Judge,
+    generated_by,
+    matrix_lengths,
+    matrix_runner,
+)
 from models_reference import TINY_EXPERTS, TINY_GEMMA, reference_model, saved
 from models_serving import check_greedy, forced_logits, greedy_tokens, model_runner, serving_plan
 
@@ -20,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_moe": ("qwen3_moe", TINY_EXPERTS),
     "gemma3": ("gemma3_text", TINY_GEMMA),
+    "windows only": ("gemma3_text", TINY_GEMMA | {"layer_types": ["sliding_attention"] * 4}),
 }
 PLANS = {"eager": ("eager", "eager"), "graphs": ("full", "breakable"), "whole graphs": ("full", "full")}
 TOKEN_IDS = torch.randint(0, 96, (4, 100), generator=torch.Generator().manual_seed(1)).tolist()
@@ -89,3 +100,42 @@ def test_a_request_does_not_depend_on_who_shares_its_experts(tmp_path: Path) -> 
     together = forced_logits(runner, sequences, lengths)
     for sequence, length, expected in zip(sequences, lengths, together, strict=True):
         assert torch.equal(forced_logits(runner, [sequence], [length])[0], expected)
+
+
+def check_all_ways(
+    family: str, strategy: str, folder: Path, lengths: list[int], num_new: int, *, device: str, **sizes: Any
+) -> None:
+    reference = reference_model(
+        FAMILIES[family][0], **FAMILIES[family][1] | {"max_position_embeddings": 1024}
+    )
+    model = load_huggingface(saved(reference, folder), device=device, dtype=torch.float32)
+    judge = Judge(reference.to(device), 1e-4)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in lengths]
+    runner = matrix_runner(model, strategy, lengths, num_new=num_new, **sizes)
+    for way in WAYS:
+        judge.check(prompts, generated_by(runner, strategy, way, prompts, num_new))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "eager"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3"])
+def test_greedy_tokens_equal_transformers_under_every_strategy(
+    family: str, strategy: str, tmp_path: Path
+) -> None:
+    """Few prompts; all of them are in the matrix."""
+    check_all_ways(
+        family, strategy, tmp_path, [1, 9, 60], 4, device="cpu", max_extend_tokens=64, sizes=(32, 64)
+    )
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("device", MATRIX_DEVICES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3"])
+def test_every_strategy_and_way_on_all_prompts(
+    family: str, strategy: str, device: str, tmp_path: Path
+) -> None:
+    """32 prompts of 1 to 900 tokens, 64 new tokens each."""
+    check_all_ways(family, strategy, tmp_path, matrix_lengths(), NUM_NEW, device=device)

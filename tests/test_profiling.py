@@ -6,6 +6,8 @@ import io
 import itertools
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from sgl_piecewise.profiling.reading import profile_from_json, read_profile
 from sgl_piecewise.profiling.table import rendered_profiles, summary
 from sgl_piecewise.runtime.build_profile import BuildProfile, profile_of
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.records import PoolEstimate, PoolReservation
 from sgl_piecewise.runtime.time_line import CONTAINER, TimeLine, listen, span
 
 QUICK = ("tiny", "--device", "cpu", "--capture-sizes", "4,8")
@@ -66,7 +69,7 @@ def test_a_profile_survives_its_file() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"schema_version": 2}, "newer version"),
+        ({"schema_version": 3}, "newer version"),
         ({"schema_version": "1"}, "newer version"),
         ({"schema": "something"}, "expected 'sgl-piecewise.build-profile'"),
         ({"total_s": "long"}, "profile.total_s"),
@@ -217,6 +220,30 @@ def test_cold_and_warm_are_two_fresh_processes(tmp_path: Path) -> None:
     assert "aot autograd" in cold.phases_s
     assert "aot autograd" not in warm.phases_s
     assert min(cold.attributed_share, warm.attributed_share) >= 0.95
+
+
+@pytest.mark.parametrize("strategy", ["fx", "fx_piecewise"])
+def test_a_first_build_of_a_process_is_named(tmp_path: Path, strategy: str) -> None:
+    """What Dynamo imports at its first compile is an import, also where no compiler of pieces is imported."""
+    path = tmp_path / "profile.json"
+    command = [sys.executable, "-P", "-m", "sgl_piecewise", "profile", *QUICK, "--strategy", strategy]
+    subprocess.run([*command, "--json", str(path)], check=True, capture_output=True)
+    assert read_profile(path).attributed_share >= 0.95
+
+
+def test_the_pool_stands_beside_its_estimate() -> None:
+    profile = small_profile()
+    assert profile.memory is None
+    estimate = PoolEstimate(reserved_bytes=3_000_000, largest_alone_bytes=2_000_000, is_upper_bound=True)
+    memory = PoolReservation(reserved_bytes=4_000_000, largest_alone_bytes=3_500_000, estimate=estimate)
+    found = replace(profile, memory=memory)
+    assert profile_from_json(json.dumps(asdict(found))) == found
+    assert summary(found)[-1] == (
+        "graph pool: 4.00 MB reserved, 3.50 MB with the largest size alone; estimated at most 3.00 MB, 0.75 of it"
+    )
+    missing = replace(estimate, reserved_bytes=None, missing_because="it prints")
+    without = replace(profile, memory=replace(memory, estimate=missing))
+    assert summary(without)[-1].endswith("; no estimate: it prints")
 
 
 def test_a_cache_folder_with_something_in_it_is_not_cold(tmp_path: Path) -> None:

@@ -19,19 +19,28 @@ from .plan import PlanLimits
 from .torch_paged import TorchAttention
 
 
-def resolve_attention_backend(name: str, device: torch.device) -> str:
+def resolve_attention_backend(
+    name: str, device: torch.device, *, breaks_for: tuple[Sequence[AttentionSpec], torch.dtype] | None = None
+) -> str:
     """Returns the name of the backend that a name means on a device, and checks that it can be built.
 
     Args:
-        name: ``torch``, ``triton``, ``flashinfer``, or ``auto``: Triton on CUDA where it is
-            installed, else torch.
+        name: ``torch``, ``triton``, ``flashinfer``, or ``auto``: on CUDA Triton where it is installed, else torch;
+            for prompts between breaks FlashInfer, where it is installed and takes the layers.
         device: Where the KV pool will be.
+        breaks_for: Layers and dtype of prompts that run between breaks; None for anything inside graphs. Inside
+            them Triton was the faster on an H200 at every size of a prompt and at small decode batches, and between
+            breaks FlashInfer was (its kernels for Hopper cannot be captured; docs/lab-notes.md has both).
 
     Raises:
         ConfigError: No backend has that name.
         MissingExtraError: The package that it needs is not installed.
     """
     if name == "auto":
+        if device.type == "cuda" and breaks_for is not None and has_flashinfer():
+            layers, dtype = breaks_for
+            if attention_backend_class("flashinfer").takes(layers, dtype):
+                return "flashinfer"
         return "triton" if device.type == "cuda" and has_triton() else "torch"
     if name not in _CLASSES:
         raise ConfigError(f"Unknown attention backend {name!r}. {nearest(name, ['auto', *_CLASSES])}")

@@ -91,6 +91,10 @@ class FlashInferAttention(PagedAttention):
         self._kinds: dict[int, _Kind] = {}
         self._graph_wrappers: dict[tuple[_Kind, tuple[ForwardMode, int, int]], Any] = {}
 
+    @classmethod
+    def takes(cls, layers: Sequence[AttentionSpec], dtype: torch.dtype) -> bool:
+        return dtype in _DTYPES and all(layer.head_dim in _HEAD_DIMS for layer in layers)
+
     def bind_kv(self, translator: KVIndexTranslator) -> None:
         super().bind_kv(translator)
         device = translator.device

@@ -51,6 +51,11 @@ class PagedAttention(AttentionBackend):
         self._captured: set[tuple[ForwardMode, int, int]] = set()
         self._plan: PagedPlan | None = None
 
+    @classmethod
+    def takes(cls, layers: Sequence[AttentionSpec], dtype: torch.dtype) -> bool:
+        """Tells whether it computes such layers at all; asked where a backend is chosen, not named."""
+        return True
+
     def bind_kv(self, translator: KVIndexTranslator) -> None:
         pool = translator.pool
         for layer in self._layers.values():

@@ -19,6 +19,7 @@ from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import ForwardMode, NewTokens
 from ..errors import ConfigError
 from ..kv.slots import SCRATCH_SLOT, PhysicalSlots
+from ..torch_private import copy_all
 
 NO_REQUEST = -1
 """In a tile's first column: it zeroes rows of no request."""
@@ -158,13 +159,11 @@ class PlanBuffers:
         self._check_sizes(batch)
         num_requests, num_tokens = batch.batch_size, batch.num_tokens
         rows_B, seq_lens_B = self._rows[:num_requests], self._seq_lens[:num_requests]
-        rows_B.copy_(batch.req_pool_indices)
-        seq_lens_B.copy_(batch.seq_lens)
-        write_slots = {}
-        for pool, buffer in self._write_slots.items():
-            slots_T = buffer[:num_tokens]
-            slots_T.copy_(batch.write_slots[pool].ids)
-            write_slots[pool] = PhysicalSlots(pool, slots_T)
+        write_slots = {
+            pool: PhysicalSlots(pool, buffer[:num_tokens]) for pool, buffer in self._write_slots.items()
+        }
+        slots = ((one.ids, batch.write_slots[pool].ids) for pool, one in write_slots.items())
+        copy_all([(rows_B, batch.req_pool_indices), (seq_lens_B, batch.seq_lens), *slots])
         tokens_per_request = _tokens_per_request(batch)
         query_start_B, tiles_X2 = self._fill_tiles(batch, tokens_per_request, is_for_graph)
         return PagedPlan(

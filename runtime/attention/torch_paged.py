@@ -2,7 +2,8 @@
 
 Query rows are cut into tiles and keys into blocks of fixed sizes, so a tile's arithmetic is the
 same whatever else is in the batch: results are bit for bit independent of the other requests, of
-padding, and of whether the forward was captured. Keys past the end of a context add exactly zero.
+padding, and of whether the forward was captured. Keys past the end of a context, and those that have
+left every row's window, add exactly zero: their slots may be other requests' by now, whatever they hold.
 
 Shapes: `B` requests, `T` tokens, `H` query heads, `K` KV heads, `G` query heads of one KV head,
 `D` head size, `S` slots, `X` tiles, `M` rows of a tile, `N` keys of a block.
@@ -69,7 +70,8 @@ class TorchAttention(PagedAttention):
         # Rows of nobody read the first token and are written to a row of their own past the end.
         token_XM = torch.where(is_row_XM, start_X.unsqueeze(1) + row_XM, 0)
         target_XM = torch.where(is_row_XM, token_XM, num_tokens)
-        position_XM = torch.where(is_row_XM, (seq_len_X - new_X).unsqueeze(1) + row_XM, 0)
+        # Counted on in rows of nobody, so that the first row of a tile is always the earliest.
+        position_XM = (seq_len_X - new_X).unsqueeze(1) + row_XM
         out_XMHD = self._attend(
             q_THD[token_XM], position_XM, plan.req_pool_indices[request_X], seq_len_X, read, layer, plan
         )
@@ -87,7 +89,10 @@ class TorchAttention(PagedAttention):
         layer: AttentionSpec,
         plan: PagedPlan,
     ) -> torch.Tensor:
-        """Returns attention of tiles (float32[X, M, H, D]): online softmax over blocks of keys."""
+        """Returns attention of tiles (float32[X, M, H, D]): online softmax over blocks of keys.
+
+        No row of a tile stands before its first.
+        """
         k_SKD, v_SKD, page_table_RC = read.k_buffer, read.v_buffer, read.req_to_token
         num_kv_heads, group = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         num, rows = position_XM.shape
@@ -100,10 +105,14 @@ class TorchAttention(PagedAttention):
         for start in range(0, plan.max_seq_len, BLOCK_KEYS):
             key_N = torch.arange(start, start + BLOCK_KEYS, device=q_YRD.device)
             is_key_XN = key_N < seq_lens_X.unsqueeze(1)
+            if layer.window is not None:
+                # Slots of tokens that left the window were given back; the table still names them.
+                is_key_XN = is_key_XN & (key_N > position_XM[:, :1] - layer.window)
             column_N = key_N.clamp(max=page_table_RC.shape[1] - 1)
             slot_XN = torch.where(is_key_XN, page_table_RC[rows_X][:, column_N], SCRATCH_SLOT)
             k_YND = k_SKD[slot_XN].float().transpose(1, 2).flatten(0, 1)
-            # What padding left in the scratch slot may be NaN, and zero times NaN is NaN.
+            # What padding left in the scratch slot may be NaN, and zero times NaN is NaN. So may what a
+            # neighbour wrote into a slot that had been this request's.
             v_XNKD = v_SKD[slot_XN].float().masked_fill(~is_key_XN[:, :, None, None], 0.0)
             score_YRN = torch.bmm(q_YRD, k_YND.transpose(1, 2)) * layer.scale
             if layer.logit_soft_cap is not None:

@@ -30,7 +30,7 @@ class ModeProperties:
     Attributes:
         new_tokens: How many tokens a request computes in one forward.
         is_extend: Attention reads a prefix and several new tokens; a forward has the extend fields.
-        is_cuda_graph: The decode runner's graphs may serve it.
+        is_cuda_graph: The decode runner's graphs may serve it, in a target model.
         is_cpu_graph: A compiled CPU forward may serve it.
     """
 
@@ -80,9 +80,14 @@ class ForwardMode(enum.Enum):
         """Whether this is an extend that checks no draft."""
         return self.is_extend() and not self.is_target_verify()
 
-    def is_cuda_graph(self) -> bool:
-        """Whether the decode runner's graphs may serve this mode."""
-        return self.properties.is_cuda_graph
+    def is_cuda_graph(self, include_draft_extend_v2: bool = False) -> bool:
+        """Whether the decode runner's graphs may serve this mode.
+
+        Args:
+            include_draft_extend_v2: Count DRAFT_EXTEND_V2 too, whose graphs are a draft model's and have
+                the shapes of TARGET_VERIFY's.
+        """
+        return self.properties.is_cuda_graph or (include_draft_extend_v2 and self.is_draft_extend_v2())
 
     def is_cpu_graph(self) -> bool:
         """Whether a compiled CPU forward may serve this mode."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -62,12 +64,18 @@ class Req:
         """Returns a waiting request.
 
         Raises:
-            BatchError: The prompt is empty or holds a negative id.
+            BatchError: The prompt is empty, or holds something else than whole numbers of at least 0.
         """
+        try:
+            token_ids = [operator.index(token_id) for token_id in prompt_ids]
+        except TypeError as err:
+            raise BatchError(
+                f"Request {request_id!r}: token_ids must be whole numbers, got {reprlib.repr(prompt_ids)} ({err})."
+            ) from err
         req = cls(
             request_id=request_id,
-            token_ids=list(prompt_ids),
-            num_prompt_tokens=len(prompt_ids),
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
             sampling=sampling or SamplingParams(),
             logprobs=logprobs,
         )

@@ -37,8 +37,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature!r}.")
-        if self.top_k != NO_TOP_K and self.top_k < 1:
-            raise ConfigError(f"top_k must be at least 1, or {NO_TOP_K} for all, got {self.top_k!r}.")
+        if type(self.top_k) is not int or (self.top_k != NO_TOP_K and not 1 <= self.top_k < 2**31):
+            raise ConfigError(
+                f"top_k must be a whole number of at least 1, or {NO_TOP_K} for all, got {self.top_k!r}."
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be over 0 and at most 1, got {self.top_p!r}.")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:

@@ -25,6 +25,7 @@ from ..errors import (
 )
 from . import cuda_runtime
 from .cuda_graph import CudaGraph, generators_in_use
+from .cuda_pool_model import CudaPoolModel
 from .cuda_streams import StreamTracker, watch_streams
 from .device import GraphDevice, GraphPool, PoolMemory
 from .user_code import raising_user_line
@@ -261,6 +262,9 @@ class CudaDevice(GraphDevice):
 
     def new_pool(self) -> CudaPool:
         return CudaPool(self)
+
+    def new_pool_model(self) -> CudaPoolModel:
+        return CudaPoolModel(sets_copy_sources=self.sets_copy_sources and cuda_runtime.load() is not None)
 
     def pool_for(
         self,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
+from .pool_model import PoolModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +248,10 @@ class GraphDevice(abc.ABC):
     @abc.abstractmethod
     def new_pool(self) -> GraphPool:
         """Returns a new pool with its own memory and capture stream."""
+
+    @abc.abstractmethod
+    def new_pool_model(self) -> PoolModel:
+        """Returns an empty model of such a pool: what it would reserve, without memory."""
 
     def explain_failure(self, error: BaseException) -> CaptureError | None:
         """Translates what the device raised inside a capture into an error for the reader.

@@ -1,4 +1,4 @@
-"""The kernel set ``flashinfer``: FlashInfer's norms and activation, Triton for the rest.
+"""The kernel set ``flashinfer``: FlashInfer's norms and activations, Triton for the rest.
 
 FlashInfer's RoPE wants a table of all positions and its KV write a plan of its own, so those stay
 Triton's. For forwards that are not compiled.
@@ -40,6 +40,14 @@ def flashinfer_kernels(others: KernelSet) -> KernelSet:
     def silu_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
         return flashinfer.silu_and_mul(gate_up_TM2)
 
+    def gelu_tanh_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
+        return flashinfer.gelu_tanh_and_mul(gate_up_TM2)
+
     return dataclasses.replace(
-        others, name="flashinfer", rms_norm=rms_norm, add_rms_norm=add_rms_norm, silu_mul=silu_mul
+        others,
+        name="flashinfer",
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        silu_mul=silu_mul,
+        gelu_tanh_mul=gelu_tanh_mul,
     )

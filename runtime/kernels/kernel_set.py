@@ -19,7 +19,7 @@ import torch
 from ..errors import ConfigError, nearest
 from .flashinfer_library import has_flashinfer
 from .launching import has_triton, import_triton_module
-from .torch_kernels import add_rms_norm, norm_rotate, rms_norm, silu_mul, write_kv
+from .torch_kernels import add_rms_norm, gelu_tanh_mul, norm_rotate, rms_norm, silu_mul, write_kv
 
 
 class NormRotate(Protocol):
@@ -60,6 +60,7 @@ class KernelSet:
         add_rms_norm: ``(x_TE, residual_TE, weight_E, eps)`` to the normed sum and the sum; consumes
             both.
         silu_mul: ``gate_up_TM2`` (dtype[T, 2 M]) to SiLU of its first half times its second, fresh.
+        gelu_tanh_mul: Likewise with GELU in its tanh form.
         norm_rotate: See `NormRotate`.
         write_kv: ``(k_SKD, v_SKD, slots_T, k_TKD, v_TKD)`` writes keys and values of tokens into the
             rows ``slots_T`` (int64[T]) of a pool.
@@ -71,6 +72,7 @@ class KernelSet:
         [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
     ]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     norm_rotate: NormRotate
     write_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -80,6 +82,7 @@ TORCH_KERNELS = KernelSet(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     silu_mul=silu_mul,
+    gelu_tanh_mul=gelu_tanh_mul,
     norm_rotate=norm_rotate,
     write_kv=write_kv,
 )

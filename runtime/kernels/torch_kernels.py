@@ -31,6 +31,12 @@ def silu_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_TM) * up_TM
 
 
+def gelu_tanh_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
+    """Returns GELU (tanh form) of the first half times the second (dtype[T, M]), fresh."""
+    gate_TM, up_TM = gate_up_TM2.chunk(2, dim=-1)
+    return F.gelu(gate_TM, approximate="tanh") * up_TM
+
+
 def norm_rotate(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,

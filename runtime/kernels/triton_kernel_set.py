@@ -15,9 +15,9 @@ from .kernel_set import KernelSet
 from .launching import launch, power_of_two
 from .triton_kernels import (
     add_rms_norm_kernel,
+    gate_mul_kernel,
     norm_rotate_kernel,
     rms_norm_kernel,
-    silu_mul_kernel,
     write_kv_kernel,
 )
 
@@ -71,17 +71,27 @@ def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half times the second half; fresh."""
+    return _gate_mul(gate_up, is_gelu=False)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """GELU (tanh form) of the first half times the second half; fresh."""
+    return _gate_mul(gate_up, is_gelu=True)
+
+
+def _gate_mul(gate_up: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     block_m = min(power_of_two(size), 1024)
     launch(
-        silu_mul_kernel,
+        gate_mul_kernel,
         (num_tokens, -(-size // block_m)),
         [gate_up, out],
         written=(1,),
         stride_t=gate_up.stride(0),
         SIZE=size,
         BLOCK_M=block_m,
+        IS_GELU=is_gelu,
         num_warps=4,
     )
     return out
@@ -161,11 +171,12 @@ def _num_warps(elements: int) -> int:
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 _LIBRARY.define("add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()")
 _LIBRARY.define("silu_mul(Tensor gate_up) -> Tensor")
+_LIBRARY.define("gelu_tanh_mul(Tensor gate_up) -> Tensor")
 _LIBRARY.define(
     "norm_rotate_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
     "float eps) -> ()"
 )
-for _function in (rms_norm, add_rms_norm_, silu_mul, norm_rotate_):
+for _function in (rms_norm, add_rms_norm_, silu_mul, gelu_tanh_mul, norm_rotate_):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_function.__name__, _function, _key)
 
@@ -176,7 +187,8 @@ def _fake_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 @torch.library.register_fake(f"{_NAMESPACE}::silu_mul")
-def _fake_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+@torch.library.register_fake(f"{_NAMESPACE}::gelu_tanh_mul")
+def _fake_gate_mul(gate_up: torch.Tensor) -> torch.Tensor:
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
     return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
 
@@ -217,6 +229,10 @@ def _silu_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
     return _OPERATORS.silu_mul(gate_up_TM2)
 
 
+def _gelu_tanh_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
+    return _OPERATORS.gelu_tanh_mul(gate_up_TM2)
+
+
 def _norm_rotate(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -236,6 +252,7 @@ TRITON_KERNELS = KernelSet(
     rms_norm=_rms_norm,
     add_rms_norm=_add_rms_norm,
     silu_mul=_silu_mul,
+    gelu_tanh_mul=_gelu_tanh_mul,
     norm_rotate=_norm_rotate,
     write_kv=write_kv,
 )

@@ -68,21 +68,27 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
+def gate_mul_kernel(
     gate_up_TM2: tl.tensor,
     out_TM: tl.tensor,
     stride_t: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ) -> None:
-    """Grid: (T, blocks of M)."""
+    """SiLU, or GELU in its tanh form, of the first half times the second. Grid: (T, blocks of M)."""
     token = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = m < SIZE
     gate_ptr = gate_up_TM2 + token * stride_t + m
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + SIZE, mask=mask, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * up
+    inner = gate
+    if IS_GELU:
+        # (1 + tanh(z)) / 2 is sigmoid(2 z), which Triton has on every backend; 2 sqrt(2 / pi) here.
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    # Far below zero the gate is shut either way, and exp in the sigmoid would overflow.
+    out = gate * tl.sigmoid(tl.maximum(inner, -80.0)) * up
     tl.store(out_TM + token * SIZE + m, out.to(out_TM.dtype.element_ty), mask=mask)
 
 

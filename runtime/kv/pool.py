@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigError, MovedAddressError, PoolError, nearest
 from ..kernels.kernel_set import TORCH_KERNELS, KernelSet
-from .slots import SCRATCH_SLOT, PhysicalSlots
+from .slots import FULL_POOL, SCRATCH_SLOT, PhysicalSlots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,15 @@ class SubPoolSpec:
 
     Attributes:
         name: For example ``full`` or ``window``.
-        layer_ids: The layers that it serves.
+        layer_ids: The layers that it serves; none in the sub-pool ``full`` of a model whose every layer
+            has a window: it numbers the slots of requests, and takes no memory.
         num_kv_heads: `K`.
         head_dim: `D`, of keys and of values.
         dtype: Of the buffers.
         window: Tokens that its layers look back, the token itself included; None for all.
 
     Raises:
-        ConfigError: No layers, a repeated layer, or a size under one.
+        ConfigError: No layers in another sub-pool than ``full``, a repeated layer, or a size under one.
     """
 
     name: str
@@ -41,7 +42,8 @@ class SubPoolSpec:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.layer_ids or len(set(self.layer_ids)) != len(self.layer_ids):
+        is_empty = not self.layer_ids and self.name != FULL_POOL
+        if is_empty or len(set(self.layer_ids)) != len(self.layer_ids):
             raise ConfigError(
                 f"Sub-pool {self.name!r} needs layers, each once; layer_ids is {self.layer_ids}."
             )

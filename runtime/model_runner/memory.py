@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -15,12 +16,26 @@ from ..kv.pool import SubPoolSpec
 from ..kv.slots import FULL_POOL, WINDOW_POOL
 from ..runners.served_model import ServedModel
 
+_MEMINFO = Path("/proc/meminfo")
+
 
 def free_bytes(device: torch.device) -> int:
     """Returns the memory that is free on a device, the allocator's cached blocks included."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _available_host_bytes()
+
+
+def _available_host_bytes() -> int:
+    """Returns what the host can give: free memory, and what its caches would give up."""
+    # What sysconf calls available leaves the cached files out: after reading a checkpoint that is most memory.
+    try:
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # Not Linux.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -54,15 +69,22 @@ def measure_forward_bytes(model: ServedModel, num_tokens: int, device: GraphDevi
 def sub_pool_specs(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> list[SubPoolSpec]:
     """Returns the sub-pools of a model: full attention, and sliding windows where it has them.
 
+    Where every layer has a window, the full one has no layers and takes no memory: it only numbers
+    the slots of requests.
+
     Raises:
-        ConfigError: Layers of one kind differ in their sizes, or no layer is of full attention.
+        ConfigError: Layers of one kind differ in their sizes, or there are none.
     """
+    if not layers:
+        raise ConfigError("The model has no attention layers, so there is nothing to make a KV pool for.")
     specs = []
     for name, of_kind in (
         (FULL_POOL, [layer for layer in layers if layer.window is None]),
         (WINDOW_POOL, [layer for layer in layers if layer.window is not None]),
     ):
         if not of_kind:
+            if name == FULL_POOL:
+                specs.append(_numbers_only(layers[0], dtype))
             continue
         shapes = {(layer.num_kv_heads, layer.head_dim, layer.window) for layer in of_kind}
         if len(shapes) > 1:
@@ -81,3 +103,13 @@ def sub_pool_specs(layers: Sequence[AttentionSpec], dtype: torch.dtype) -> list[
             )
         )
     return specs
+
+
+def _numbers_only(layer: AttentionSpec, dtype: torch.dtype) -> SubPoolSpec:
+    return SubPoolSpec(
+        name=FULL_POOL,
+        layer_ids=(),
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        dtype=dtype,
+    )

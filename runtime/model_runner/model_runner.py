@@ -17,12 +17,13 @@ import torch
 from ..attention.choice import attention_backend_class, build_attention_backend, resolve_attention_backend
 from ..attention.paged import PagedAttention
 from ..batch.forward_batch import ForwardBatch
-from ..batch.forward_mode import CaptureHiddenMode
+from ..batch.forward_mode import CaptureHiddenMode, ForwardMode
 from ..batch.positions import StartLocEncoding
 from ..capture.captured import ProgressCallback
 from ..capture.devices import graph_device_for
 from ..capture.statics import StaticTensor, StaticTensorMap
 from ..errors import ConfigError
+from ..kernels.kernel_set import kernel_set
 from ..kv.allocator import KVSlotAllocator
 from ..kv.capacity import KVCapacity, MemoryBudget, profile_capacity, verify_after_capture
 from ..kv.pool import KVPool, KVSubPool
@@ -95,10 +96,13 @@ class ModelRunner:
         asked = plan or ExecutionPlan()
         self._graph_device = graph_device_for(model.device)
         # Names are resolved before anything is built, so that a wrong one costs no memory.
-        prefill, decode = (
-            resolve_attention_backend(name, model.device)
-            for name in (asked.prefill_attention, asked.decode_attention)
+        breaks = asked.of(ForwardMode.EXTEND).strategy != "full"
+        prefill = resolve_attention_backend(
+            asked.prefill_attention,
+            model.device,
+            breaks_for=(model.attention_layers, model.kv_dtype) if breaks else None,
         )
+        decode = resolve_attention_backend(asked.decode_attention, model.device)
         asked = dataclasses.replace(asked, prefill_attention=prefill, decode_attention=decode)
         self.plan, self.plan_changes = asked.resolve(
             attention_backend_class(prefill), attention_backend_class(decode)
@@ -167,8 +171,11 @@ class ModelRunner:
             max_slots=most if options.max_total_tokens is None else min(most, options.max_total_tokens),
         )
         self.pool = KVPool(
-            KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device)
-            for spec in specs
+            (
+                KVSubPool(spec, num_slots=self.capacity.num_slots[spec.name], device=self.device)
+                for spec in specs
+            ),
+            kernels=kernel_set(options.kernels, self.device),
         )
         self.allocator = KVSlotAllocator.of_pool(self.pool)
         self.req_to_token = ReqToTokenPool(max_requests=options.max_requests, max_context=options.max_context)

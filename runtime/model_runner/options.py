@@ -36,6 +36,7 @@ class RunnerOptions:
         token_multiple: Tokens of every forward are padded to a multiple of this.
         token_layout: How rows are divided among ranks.
         reads_requests: Whether the model reads hidden states by request (pooling).
+        kernels: Name of the kernel set that writes keys and values, as `kernel_set` takes it.
         write_hooks: Watchers of the pool.
         is_debug: Make every captured forward one break: same buffers and replay path, no graph.
 
@@ -56,6 +57,7 @@ class RunnerOptions:
     token_multiple: int = 1
     token_layout: TokenLayout = TokenLayout.SHARDED
     reads_requests: bool = False
+    kernels: str = "auto"
     write_hooks: tuple[WriteHook, ...] = ()
     is_debug: bool = False
 

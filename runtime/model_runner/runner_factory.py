@@ -18,7 +18,12 @@ from ..runners.padding_policy import sizes_up_to
 from ..runners.plan import EAGER, ExecutionPlan, ModeStrategy
 from .options import RunnerOptions
 
-_UNIFORM_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND)
+_UNIFORM_MODES = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.DRAFT_EXTEND_V2,
+    ForwardMode.DLLM_EXTEND,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

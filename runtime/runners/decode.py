@@ -1,7 +1,7 @@
 """The decode runner: requests with equally many tokens each, in graphs of so many requests.
 
-One family of graphs for each mode: DECODE (one token a request), TARGET_VERIFY and DLLM_EXTEND
-(several). An idle rank replays the smallest DECODE graph, so that it meets the others' collectives.
+One family of graphs for each mode: DECODE (one token a request), TARGET_VERIFY, DRAFT_EXTEND_V2 and
+DLLM_EXTEND (several). An idle rank replays the smallest DECODE graph, so that it meets the others' collectives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DecodeFamily:
     """Graphs of one mode.
 
     Attributes:
-        mode: DECODE, TARGET_VERIFY or DLLM_EXTEND.
+        mode: DECODE, TARGET_VERIFY, DRAFT_EXTEND_V2 or DLLM_EXTEND.
         num_tokens_per_req: Rows of every request.
         sizes: Ascending numbers of requests.
         backend: Where its graphs are.
@@ -71,7 +71,7 @@ class DecodeRunner(GraphRunner):
                 f"The decode runner needs families, one per mode; got {[f.mode.value for f in families]}."
             )
         for mode in self._families:
-            if not mode.is_cuda_graph() or mode.is_idle():
+            if not mode.is_cuda_graph(include_draft_extend_v2=True) or mode.is_idle():
                 raise ConfigError(f"The decode runner cannot serve {mode.value}.")
         self._serves_idle = serves_idle
         self.buffers = StaticBatchBuffers(
@@ -104,7 +104,7 @@ class DecodeRunner(GraphRunner):
 
     def can_run(self, batch: ForwardBatch) -> Refusal | None:
         mode = batch.forward_mode
-        if not mode.is_cuda_graph():
+        if not mode.is_cuda_graph(include_draft_extend_v2=True):
             return self._refuse(Reason.MODE, mode.value)
         family = self._family(batch)
         if family is None or (mode.is_idle() and not self._serves_idle):

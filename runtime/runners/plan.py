@@ -31,17 +31,17 @@ RUNNER_OF_MODE: dict[ForwardMode, str] = {
     ForwardMode.DECODE: "decode",
     ForwardMode.IDLE: "decode",
     ForwardMode.TARGET_VERIFY: "decode",
+    ForwardMode.DRAFT_EXTEND_V2: "decode",
     ForwardMode.DLLM_EXTEND: "decode",
     ForwardMode.SPLIT_PREFILL: "split_prefill",
-    ForwardMode.DRAFT_EXTEND_V2: "eager",
     ForwardMode.PREBUILT: "eager",
 }
-"""Who runs a mode where a graph runner is on; in the last three nothing but eager is possible."""
+"""Who runs a mode where a graph runner is on; in the last two nothing but eager is possible."""
 
-_FOLLOWED = {ForwardMode.IDLE: ForwardMode.DECODE, ForwardMode.MIXED: ForwardMode.EXTEND}
+FOLLOWED = {ForwardMode.IDLE: ForwardMode.DECODE, ForwardMode.MIXED: ForwardMode.EXTEND}
 """Modes that share another's graphs: they may be eager, or be as the other is."""
 
-_NEEDS_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND)
+_NEEDS_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DLLM_EXTEND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ModeStrategy:
             any Dynamo backend. For graph runners; eager batches run uncompiled.
         capture_sizes: Requests (decode runner) or tokens (extend runner) that get a graph; None for
             a ladder up to the limit. The limit itself always gets one.
-        num_tokens_per_req: Rows of every request, in TARGET_VERIFY and DLLM_EXTEND.
+        num_tokens_per_req: Rows of every request, in TARGET_VERIFY, DRAFT_EXTEND_V2 and DLLM_EXTEND.
         request_slots: Requests of a whole extend graph; None for the limit.
     """
 
@@ -75,7 +75,7 @@ class ModeStrategy:
             raise ConfigError(
                 f"{where}: no capture strategy {self.strategy!r}. {nearest(self.strategy, STRATEGIES)}"
             )
-        if self.compile != NO_COMPILE and (self.strategy == EAGER or mode in _FOLLOWED):
+        if self.compile != NO_COMPILE and (self.strategy == EAGER or mode in FOLLOWED):
             raise ConfigError(
                 f"{where}: compile is {self.compile!r} and would not be used: it is for the strategies "
                 f"{', '.join(STRATEGIES[1:])}, and modes that share another's graphs are compiled with it."
@@ -86,13 +86,13 @@ class ModeStrategy:
                 f"{where}: strategy is {self.strategy!r}, and this mode runs eager only. Leave it out."
             )
         if self.capture_sizes is not None:
-            if mode in _FOLLOWED or self.strategy == EAGER:
+            if mode in FOLLOWED or self.strategy == EAGER:
                 raise ConfigError(f"{where}: capture_sizes would not be used; leave it out.")
             validate_capture_sizes(self.capture_sizes)
         if self.num_tokens_per_req is not None and (mode not in _NEEDS_ROWS or self.num_tokens_per_req < 1):
             raise ConfigError(
                 f"{where}: num_tokens_per_req is {self.num_tokens_per_req}; it is at least 1, and for "
-                f"{' and '.join(one.value for one in _NEEDS_ROWS)} only."
+                f"{', '.join(one.value for one in _NEEDS_ROWS)} only."
             )
         if mode in _NEEDS_ROWS and self.strategy != EAGER and self.num_tokens_per_req is None:
             raise ConfigError(
@@ -157,7 +157,7 @@ class ExecutionPlan:
     def __post_init__(self) -> None:
         for mode, strategy in self.modes.items():
             strategy.check(mode)
-        for mode, followed in _FOLLOWED.items():
+        for mode, followed in FOLLOWED.items():
             if mode in self.modes and self.modes[mode].strategy not in (EAGER, self.of(followed).strategy):
                 raise ConfigError(
                     f"modes.{mode.value}: strategy is {self.modes[mode].strategy!r}, and it shares the graphs of "
@@ -168,8 +168,8 @@ class ExecutionPlan:
         """Returns the strategy of a mode, its default where the plan does not name it."""
         if mode in self.modes:
             return self.modes[mode]
-        if mode in _FOLLOWED:
-            followed = self.of(_FOLLOWED[mode])
+        if mode in FOLLOWED:
+            followed = self.of(FOLLOWED[mode])
             return dataclasses.replace(followed, capture_sizes=None, request_slots=None, compile=NO_COMPILE)
         return _DEFAULTS.get(mode, ModeStrategy())
 
@@ -201,7 +201,7 @@ class ExecutionPlan:
         changes = []
         for mode, strategy in modes.items():
             backend = decode if mode.is_decode_or_idle() else prefill
-            captured_as = _FOLLOWED.get(mode, mode)
+            captured_as = FOLLOWED.get(mode, mode)
             if strategy.strategy != "full" or captured_as in backend.full_capture_modes:
                 continue
             why = f"attention backend {backend.name!r} cannot be inside a graph in mode {captured_as.value}"

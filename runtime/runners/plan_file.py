@@ -26,7 +26,7 @@ from typing import Any
 from ..batch.forward_mode import ForwardMode
 from ..errors import ConfigError, nearest
 from .padding_policy import PaddingPolicy
-from .plan import EAGER, NO_COMPILE, STRATEGIES, ExecutionPlan, ModeStrategy
+from .plan import EAGER, FOLLOWED, NO_COMPILE, STRATEGIES, ExecutionPlan, ModeStrategy
 
 _ATTENTION_KEYS = ("prefill", "decode")
 _FIELDS = {field.name: field for field in dataclasses.fields(ModeStrategy)}
@@ -99,7 +99,7 @@ def with_strategies(plan: ExecutionPlan, strategies: Mapping[ForwardMode, str]) 
             compile=NO_COMPILE if strategy == EAGER else old.compile,
             request_slots=old.request_slots if strategy == "full" else None,
         )
-        for follower in (ForwardMode.IDLE, ForwardMode.MIXED):
+        for follower in (one for one, followed in FOLLOWED.items() if followed is mode):
             modes.pop(follower, None)
     return dataclasses.replace(plan, modes=modes)
 

@@ -1,8 +1,8 @@
 """Next tokens from logits: greedy, temperature, top-k and top-p, each request by its own parameters.
 
 Every row is computed by itself, so a request's token depends on nothing but its logits, its
-parameters and its length. A row with NaN gives `INVALID_TOKEN`, which costs no wait for the device;
-who brings the tokens to the host turns it into an error that names the request.
+parameters and its length. A row with NaN, or without a finite largest logit, gives `INVALID_TOKEN`,
+which costs no wait for the device; who brings the tokens to the host turns it into an error that names the request.
 
 Shapes: `B` requests, `V` vocabulary.
 """
@@ -17,7 +17,7 @@ from ..errors import SamplingError
 from .draws import uniform_draws
 
 INVALID_TOKEN = -1
-"""In place of a token, where the logits hold NaN."""
+"""In place of a token, where the logits hold NaN, or their largest is infinite."""
 
 
 def sample(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ def sample(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Te
         lengths_B: Tokens of each request so far, which count its draws (int64[B]).
 
     Returns:
-        ``token_ids`` (int64[B], fresh); `INVALID_TOKEN` where a row holds NaN.
+        ``token_ids`` (int64[B], fresh); `INVALID_TOKEN` where a row holds NaN or its largest is infinite.
     """
     greedy_B = logits_BV.argmax(-1)
     if sampling.is_all_greedy:
@@ -38,7 +38,9 @@ def sample(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Te
         drawn_B = _draw(logits_BV.float(), sampling, lengths_B)
         is_greedy_B = (sampling.temperatures == 0) | (sampling.top_ks == 1)
         chosen_B = torch.where(is_greedy_B, greedy_B, drawn_B)
-    return torch.where(logits_BV.isnan().any(-1), INVALID_TOKEN, chosen_B)
+    # Largest is NaN where any is. Infinite, an overflow would be taken for certainty, and nothing would be left
+    # of a row that forbids every token.
+    return torch.where(logits_BV.amax(-1).isfinite(), chosen_B, INVALID_TOKEN)
 
 
 def _draw(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -63,7 +65,8 @@ def _draw(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Ten
 def invalid_logits(req: Req) -> SamplingError:
     """Returns the error for a request whose logits held NaN."""
     return SamplingError(
-        f"The logits of request {req.request_id!r} hold NaN after {req.num_computed_tokens} computed tokens, so no "
-        "token can be chosen. Other requests are not touched. Run again with a plan that is eager, or in debug "
+        f"The logits of request {req.request_id!r} hold NaN, or their largest is infinite, after "
+        f"{req.num_computed_tokens} computed tokens, so no token can be chosen. "
+        "Other requests are not touched. Run again with a plan that is eager, or in debug "
         "mode, to see whether capture is the cause; then look at the weights and the dtype."
     )

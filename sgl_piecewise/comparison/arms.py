@@ -57,9 +57,11 @@ class Arm(abc.ABC):
 
     Attributes:
         keeps_bits: Whether its outputs must equal padded eager's bit for bit; else they are judged by a tolerance.
+        piece_compiler: What compiles the pieces between breaks; None where there are no pieces, or no graphs.
     """
 
     keeps_bits = True
+    piece_compiler: str | None = None
 
     @abc.abstractmethod
     def build(self, on_progress: ProgressCallback) -> BuildRecord | None:
@@ -139,6 +141,7 @@ class CapturedArm(Arm):
         self._strategy: Literal["breakable", "full"] = strategy
         self._compiler = compiler
         self.keeps_bits = compiler is None or compiler in BIT_KEEPING_COMPILERS
+        self.piece_compiler = compiler if strategy == "breakable" else None
         self._built: CapturedCallable | None = None
 
     def build(self, on_progress: ProgressCallback) -> BuildRecord:

@@ -172,6 +172,7 @@ def run_comparison(
         facts = {"strategy": ", ".join(options.strategies), "device": subject.device.name}
         with profiled(profile, "builds", **facts, emulated=str(subject.device.is_emulated)):
             candidates = _build_candidates(subject, options, example, cleanup, progress)
+        _estimate_memory(candidates, subject, options, example)
         check_values(subject.model, candidates, subject.input_sets, seed=options.seed, on_progress=progress)
         measure_times(
             candidates,
@@ -238,6 +239,27 @@ def _build_candidates(
             candidate.build_arm(prefixed(progress, strategy))
         candidates.append(candidate)
     return candidates
+
+
+def _estimate_memory(
+    candidates: Sequence[Candidate], subject: Subject, options: CompareOptions, example: Any
+) -> None:
+    """Notes what was to be expected of the pools of piecewise strategies, by one trace that no build holds."""
+    compiled = [(one, one.arm.piece_compiler) for one in candidates if one.memory and one.arm.piece_compiler]
+    if not compiled:
+        return
+    from sgl_piecewise.compiler.memory import pool_estimates  # Dynamo takes seconds to import.
+
+    estimates = pool_estimates(
+        subject.model,
+        example,
+        compilers=[compiler for _, compiler in compiled],
+        capture_sizes=options.capture_sizes,
+        device=subject.device,
+    )
+    for (candidate, _), estimate in zip(compiled, estimates, strict=True):
+        assert candidate.memory is not None, "chosen above"
+        candidate.memory = dataclasses.replace(candidate.memory, estimate=estimate)
 
 
 def _sweep_eager(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sgl_piecewise.runtime.records import BuildRecord
+from sgl_piecewise.runtime.records import BuildRecord, PoolEstimate, estimate_ratio
 
 from .intervals import Median
 
@@ -124,11 +124,18 @@ class GraphMemory:
         allocator_bytes: Reserved by PyTorch's allocator for the graph pool.
         largest_alone_bytes: Of those, reserved once the largest size alone was captured.
         driver_bytes: The driver's own memory beside that, or None where it does not say.
+        estimate: What was estimated of the pool; None for strategies that are not estimated.
     """
 
     allocator_bytes: int
     largest_alone_bytes: int
     driver_bytes: int | None
+    estimate: PoolEstimate | None = None
+
+    @property
+    def estimate_ratio(self) -> float | None:
+        """The estimate over `allocator_bytes`; None where there is none."""
+        return estimate_ratio(self.estimate, self.allocator_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

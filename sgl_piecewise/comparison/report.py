@@ -20,7 +20,7 @@ from .end_to_end.report import EndToEndReport
 from .plain import from_plain, to_plain
 from .records import Case, StrategyReport
 
-SCHEMA = "sgl_piecewise.compare/3"
+SCHEMA = "sgl_piecewise.compare/4"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,8 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], layou
     add("breaks", lambda s: _segments(s, "num_breaks"), True)
     add("graph memory", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.allocator_bytes))
     add(" largest alone", lambda s: "-" if s.memory is None else in_words_bytes(s.memory.largest_alone_bytes))
+    if any(strategy.memory is not None and strategy.memory.estimate for strategy in strategies):
+        add(" estimated", _estimate)
     add(" driver's own", _driver, True)
     add("max difference", lambda s: largest_difference(s.values, "max_diff_to_padded_eager"))
     add(" unpadded", lambda s: largest_difference(s.values, "max_diff_to_eager"))
@@ -151,6 +153,16 @@ def _segments(strategy: StrategyReport, what: str) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
+def _estimate(strategy: StrategyReport) -> str:
+    if strategy.memory is None or strategy.memory.estimate is None:
+        return "-"
+    estimate, ratio = strategy.memory.estimate, strategy.memory.estimate_ratio
+    if estimate.reserved_bytes is None or ratio is None:
+        return "not possible"
+    bound = "<= " if estimate.is_upper_bound else ""
+    return f"{bound}{in_words_bytes(estimate.reserved_bytes)}\n{ratio:.2f} of it"
+
+
 def _driver(strategy: StrategyReport) -> str:
     if strategy.memory is None or strategy.build is None:
         return "-"
@@ -190,6 +202,9 @@ def _notes(report: ComparisonReport) -> Text | None:
         if strategy.first_difference is not None:
             lines.append(f"{strategy.strategy} is WRONG {difference_in_words(strategy.first_difference)}.")
         sizes = strategy.build.sizes if strategy.build is not None else ()
+        estimate = strategy.memory.estimate if strategy.memory is not None else None
+        if estimate is not None and estimate.missing_because is not None:
+            lines.append(f"{strategy.strategy}: no memory estimate: {estimate.missing_because}")
         lines.extend(
             f"{strategy.strategy}, capture size {size.size}: {size.error}"
             for size in sizes

@@ -6,6 +6,7 @@ pools belongs to exactly one running request or is free, whatever was interrupte
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -71,6 +72,7 @@ class OfflineEngine:
         self._worker = TpModelWorker(runner, WorkerOptions())
         self._num_requests = 0
         self._names: set[str] = set()
+        self._is_at_work = False
 
     def add(self, request: GenerationRequest) -> str:
         """Takes a request; it waits until there is room.
@@ -83,7 +85,7 @@ class OfflineEngine:
             ConfigError: It is longer than the model, a request or the pool may be; stop texts
                 without a tokenizer; more likely tokens than there are; or its name is taken.
         """
-        name = f"request {self._num_requests}" if request.request_id is None else request.request_id
+        name = self._next_name() if request.request_id is None else request.request_id
         if name in self._names:
             raise ConfigError(f"A request is named {name!r} already; name each once.")
         req = Req.of_prompt(name, request.prompt_ids, sampling=request.sampling, logprobs=request.logprobs)
@@ -157,14 +159,11 @@ class OfflineEngine:
 
         Raises:
             BatchError: As in `add`; no request was taken then.
-            ConfigError: Likewise.
+            ConfigError: Likewise; or another stream or generate is at work.
         """
-        self._add_all(requests)
-        try:
+        with self._work(requests):
             while self.has_work:
                 yield from self.step()
-        finally:
-            self.drop_all()
 
     def generate(
         self,
@@ -183,22 +182,48 @@ class OfflineEngine:
 
         Raises:
             BatchError: As in `add`; no request was taken then.
-            ConfigError: Likewise.
+            ConfigError: Likewise; or another stream or generate is at work.
         """
-        asked = list(requests)
-        names = self._add_all(asked)
-        members = {one.req.request_id: one for one in self.scheduler.waiting}
         ends: dict[str, TokenEvent] = {}
-        try:
+        with self._work(requests) as names:
+            members = {one.req.request_id: one for one in self.scheduler.waiting}
             while self.has_work:
                 for event in self.step():
                     if event.finish_reason is not None:
                         ends[event.request_id] = event
                     if on_event is not None:
                         on_event(event)
+        return [output_of(members[name], ends[name]) for name in names]
+
+    @contextlib.contextmanager
+    def _work(self, requests: Iterable[GenerationRequest]) -> Iterator[list[str]]:
+        """Holds the engine for one caller and takes its requests; in the end no request holds anything.
+
+        Yields:
+            The requests' names.
+
+        Raises:
+            BatchError: A request is refused; none was taken.
+            ConfigError: Likewise; or another caller has the engine, and would get this one's tokens, or lose its own.
+        """
+        if self._is_at_work:
+            raise ConfigError(
+                "The engine is at work for another stream or generate. Let that end (or close it) first, give all "
+                "requests to one call, or use add and step, which hand out the tokens of all requests."
+            )
+        names = self._add_all(requests)
+        self._is_at_work = True
+        try:
+            yield names
         finally:
             self.drop_all()
-        return [output_of(members[name], ends[name]) for name in names]
+            self._is_at_work = False
+
+    def _next_name(self) -> str:
+        """Returns a name that no request has."""
+        while (name := f"request {self._num_requests}") in self._names:
+            self._num_requests += 1
+        return name
 
     def _add_all(self, requests: Iterable[GenerationRequest]) -> list[str]:
         """Adds all or none."""
@@ -218,7 +243,7 @@ class OfflineEngine:
         name = one.req.request_id
         prompt_logprobs = tuple(one.prompt_logprobs) if one.num_new_tokens == 0 else ()
         if token_id == INVALID_TOKEN:
-            self.scheduler.end(one)
+            self._end(one)
             return TokenEvent(
                 request_id=name,
                 token_id=None,
@@ -242,7 +267,7 @@ class OfflineEngine:
                 reason = FinishReason.LENGTH
         if reason is not None:
             text += one.text.flush()
-            self.scheduler.end(one)
+            self._end(one)
         return TokenEvent(
             request_id=name,
             token_id=None if reason is FinishReason.STOP_TOKEN else token_id,
@@ -259,6 +284,10 @@ class OfflineEngine:
                 f"Request {name!r} asks for the {request.logprobs.top_num} most likely tokens, and the model knows "
                 f"{vocab_size}. Ask for fewer."
             )
+
+    def _end(self, one: RunningRequest) -> None:
+        self.scheduler.end(one)
+        self._names.discard(one.req.request_id)
 
     def _check_length(self, name: str, request: GenerationRequest) -> None:
         asked = len(request.prompt_ids) + request.max_new_tokens

@@ -57,6 +57,8 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}.")
+        if isinstance(self.stop_texts, str):
+            raise ConfigError(f"stop_texts must be a tuple of texts, got the text {self.stop_texts!r}.")
         if "" in self.stop_texts:
             raise ConfigError("stop_texts holds an empty text, which would end everything at once.")
 

@@ -41,14 +41,15 @@ class SchedulerOptions:
     mixes: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.chunk_tokens <= self.max_tokens:
+        if type(self.chunk_tokens) is not int or not 1 <= self.chunk_tokens <= self.max_tokens:
             raise ConfigError(
-                f"chunk_tokens must be from 1 to {self.max_tokens}, the tokens of one extend; got {self.chunk_tokens}."
+                f"chunk_tokens must be from 1 to {self.max_tokens}, the tokens of one extend; got "
+                f"{self.chunk_tokens!r}."
             )
         if self.mixes and self.max_tokens <= self.max_requests:
             raise ConfigError(
-                f"max_tokens is {self.max_tokens}: with {self.max_requests} decoding requests a mixed forward would "
-                "have no room for a prompt. Raise it, or lower max_requests."
+                f"One extend has {self.max_tokens} tokens (max_extend_tokens): with {self.max_requests} decoding "
+                "requests a mixed forward would have no room for a prompt. Raise it, or lower max_requests."
             )
 
 

@@ -37,7 +37,7 @@ class EngineSetup:
         plan: What runs how.
         runner: Limits of the model runner.
         engine: How it batches.
-        kernels: Fused kernels of the model; a name that `kernel_set` takes.
+        kernels: Fused kernels of the model and its KV pool; a name that `kernel_set` takes.
         num_layers: Another depth, for random weights only.
         seed: Of random weights.
         may_download: Whether the default model may be downloaded.
@@ -123,7 +123,7 @@ def build_engine(
     runner = ModelRunner.ready(
         loaded.model,
         plan=setup.plan,
-        options=setup.runner,
+        options=dataclasses.replace(setup.runner, kernels=setup.kernels),
         compiler=CompiledModel,
         on_progress=on_progress,
     )

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from sgl_piecewise.compiler.memory import pool_estimates
 from sgl_piecewise.compiler.options import options_from
 from sgl_piecewise.compiler.piece_compilers import piece_compiler_for
-from sgl_piecewise.entry import SUFFIXES, capture, compiled_forward
+from sgl_piecewise.entry import SUFFIXES, capture, compiled_forward, import_compiler
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.build_profile import (
@@ -25,11 +26,12 @@ from sgl_piecewise.runtime.build_profile import (
     heard_build,
     profile_of,
 )
+from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
-from sgl_piecewise.runtime.records import PhaseClock
+from sgl_piecewise.runtime.records import IMPORT, PhaseClock, PoolReservation
 from sgl_piecewise.runtime.time_line import TimeLine, listen, span
 
 from ..comparison.inputs import random_tokens
@@ -142,7 +144,8 @@ def profile_build(request: ProfileRequest) -> BuildProfile:
             with span("wait_for_device", "wait_for_device"):
                 graph_device_for(request.device).synchronize()
         replays = _first_replays(run, request, example)
-    return profile_of([line, replays], _facts(request, loaded.description, clock))
+        memory = _memory(request, loaded.model, example, run)
+    return profile_of([line, replays], _facts(request, loaded.description, clock), memory)
 
 
 def _build(
@@ -154,6 +157,8 @@ def _build(
     compile_options = {"cache_folder": request.cache_folder} if compiler == "inductor" else None
     if strategy == "none":
         assert compiler is not None, "cell_of() refuses what builds nothing"
+        with span(IMPORT, IMPORT):
+            import_compiler(compiler)
         compiled = compiled_forward(model, compiler, compile_options, shares_layers=request.shares_layers)
         for size in reversed(request.capture_sizes):
             with span("first_call", "warm_up", size=size):
@@ -168,6 +173,34 @@ def _build(
         strategy=strategy,
         capture_sizes=request.capture_sizes,
         device=graph_device_for(request.device),
+    )
+
+
+def _memory(
+    request: ProfileRequest,
+    model: Callable[..., Any],
+    example: tuple[torch.Tensor, ...],
+    run: Callable[..., Any],
+) -> PoolReservation | None:
+    """Returns what the pool reserved and, for pieces between breaks, what is estimated; no profile holds its time."""
+    if not isinstance(run, CapturedCallable):
+        return None
+    assert run.build is not None, "capture() returns with its record"
+    compiler, strategy = cell_of(request.strategy)
+    estimate = None
+    if compiler is not None and strategy == "breakable":
+        (estimate,) = pool_estimates(
+            model,
+            example,
+            compilers=[compiler],
+            capture_sizes=request.capture_sizes,
+            device=graph_device_for(request.device),
+            shares_layers=request.shares_layers,
+        )
+    return PoolReservation(
+        reserved_bytes=run.pool.memory().reserved_bytes,
+        largest_alone_bytes=run.build.sizes[0].reserved_bytes,
+        estimate=estimate,
     )
 
 

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_piecewise.runtime.build_profile import BuildProfile
+from sgl_piecewise.runtime.records import PoolReservation
 
-from ..comparison.words import counted, in_words_s, three_digits
+from ..comparison.words import counted, in_words_bytes, in_words_s, three_digits
 from .groups import group_of, in_words, ordered
 
 
@@ -105,7 +106,24 @@ def summary(profile: BuildProfile) -> list[str]:
             f"{counted(len(profile.sizes), 'size')}: {in_words_s(warm_up_s)} of warm-up, {in_words_s(capture_s)} of "
             "capture"
         )
+    if profile.memory is not None:
+        lines.append(memory_in_words(profile.memory))
     return lines
+
+
+def memory_in_words(memory: PoolReservation) -> str:
+    """Says what the graph pool reserved, and what was estimated."""
+    text = (
+        f"graph pool: {in_words_bytes(memory.reserved_bytes)} reserved, "
+        f"{in_words_bytes(memory.largest_alone_bytes)} with the largest size alone"
+    )
+    estimate, ratio = memory.estimate, memory.estimate_ratio
+    if estimate is None:
+        return text
+    if estimate.reserved_bytes is None or ratio is None:
+        return f"{text}; no estimate: {estimate.missing_because}"
+    bound = "at most " if estimate.is_upper_bound else ""
+    return f"{text}; estimated {bound}{in_words_bytes(estimate.reserved_bytes)}, {ratio:.2f} of it"
 
 
 def traces_in_words(profile: BuildProfile) -> str:

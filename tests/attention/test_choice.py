@@ -78,3 +78,18 @@ else:
 def test_compiled_kernels_on_the_cpu_are_refused() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-P", "-c", ON_THE_CPU], check=True, env=environment)
+
+
+def test_auto_takes_the_fastest_of_those_installed_for_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer between breaks, where it takes the layers; Triton in graphs (measured: docs/lab-notes.md)."""
+    cuda, wide, odd = torch.device("cuda"), [spec(head_dim=128)], [spec(head_dim=80)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
+    assert resolve_attention_backend("auto", cuda) == "triton"
+    assert resolve_attention_backend("auto", cuda, breaks_for=(wide, torch.bfloat16)) == "flashinfer"
+    assert resolve_attention_backend("auto", cuda, breaks_for=(wide, torch.float32)) == "triton"
+    assert resolve_attention_backend("auto", cuda, breaks_for=(odd, torch.bfloat16)) == "triton"
+    assert resolve_attention_backend("auto", CPU, breaks_for=(wide, torch.bfloat16)) == "torch"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda module: None if module == "flashinfer" else object()
+    )
+    assert resolve_attention_backend("auto", cuda, breaks_for=(wide, torch.bfloat16)) == "triton"

@@ -69,6 +69,38 @@ def test_verify(name: str, backend_name: str, device: torch.device) -> None:
     check(world, ForwardMode.TARGET_VERIFY, VERIFY)
 
 
+@pytest.mark.parametrize(
+    ("mode", "requests", "is_causal"),
+    [
+        (ForwardMode.EXTEND, [Request(3, 90, 75), Request(1, 40, 1)], True),
+        (ForwardMode.DECODE, [Request(3, 64, 1), Request(1, 130, 1)], True),
+        (ForwardMode.TARGET_VERIFY, [Request(3, 64, 3), Request(1, 126, 3)], True),
+        (ForwardMode.DLLM_EXTEND, [Request(3, 64, 3), Request(1, 126, 3)], False),
+    ],
+    ids=["extend", "decode", "verify", "diffusion"],
+)
+def test_what_left_the_window_is_not_read(
+    mode: ForwardMode,
+    requests: list[Request],
+    is_causal: bool,
+    backend_name: str,
+    device: torch.device,
+) -> None:
+    """Its slots were given back, and another request may have written NaN there; the table names them still."""
+    window = 20
+    world = World(spec(window=window), backend=backend_name, device=device)
+    world.give_rows(requests)
+    for one in requests:
+        left = world.page_table[one.row, : one.prefix + 1 - window].long()
+        assert left.numel() > 0
+        for buffer in (world.pool.k_buffer(0), world.pool.v_buffer(0)):
+            buffer[left] = torch.nan
+    batch = world.batch(mode, requests)
+    tokens = world.new_tokens(batch, batch.num_tokens)
+    want = world.expected(requests, tokens, is_causal=is_causal)
+    torch.testing.assert_close(world.run(batch, tokens).double().cpu(), want, rtol=2e-5, atol=2e-5)
+
+
 def test_a_block_of_a_diffusion_model_sees_all_of_itself(backend_name: str, device: torch.device) -> None:
     world = World(spec(), backend=backend_name, device=device)
     check(world, ForwardMode.DLLM_EXTEND, VERIFY, is_causal=False)

@@ -31,7 +31,8 @@ def test_predicates_of_the_table(predicate: str, expected: set[ForwardMode]) -> 
     assert modes(predicate) == expected
 
 
-def test_draft_extend_counts_as_extend_where_it_is_included() -> None:
+def test_draft_extend_counts_as_extend_and_has_graphs_where_it_is_included() -> None:
+    assert modes("is_cuda_graph", True) - modes("is_cuda_graph") == {M.DRAFT_EXTEND_V2}
     assert modes("is_extend", True) - modes("is_extend") == {M.DRAFT_EXTEND_V2}
 
 

@@ -189,7 +189,7 @@ def test_a_profile_is_plain_json_with_its_form_named(model: Decoder, tmp_path: P
     capture(model, tokens(8), capture_sizes=SIZES, profile=path)
     document = json.loads(path.read_text())
     assert document["schema"] == "sgl-piecewise.build-profile"
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
 
 
 @pytest.mark.parametrize(

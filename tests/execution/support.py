@@ -50,6 +50,7 @@ def plan(decode: str, extend: str, *, has_verify: bool = True, **modes: ModeStra
     if has_verify:
         for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DLLM_EXTEND):
             found[mode] = dataclasses.replace(_mode(decode, (2,)), num_tokens_per_req=ROWS)
+        found[ForwardMode.DRAFT_EXTEND_V2] = dataclasses.replace(_mode(decode, (2,)), num_tokens_per_req=2)
     found |= {ForwardMode(name): strategy for name, strategy in modes.items()}
     return ExecutionPlan(modes=found)
 

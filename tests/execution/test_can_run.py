@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_piecewise.models.decoder import Decoder
+from sgl_piecewise.models.decoder import Decoder, LayerState
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.real_tokens import TokenLayout
 from sgl_piecewise.runtime.batch.scheduling import release
@@ -91,6 +91,42 @@ def test_a_capture_that_fails_makes_that_size_fall_back_with_its_reason() -> Non
         req.token_ids.append(4)
     run(runner, ForwardMode.DECODE, reqs, [1, 1, 1])
     assert runner.log.last[-1].strategy == "full"
+
+
+class WaitsInItsLastLayer(Decoder):
+    """Waits for the device behind two breaks, at one number of tokens."""
+
+    def end_layers(self, state: LayerState) -> torch.Tensor:
+        if state.delta.shape[0] == 8:
+            state.delta.sum().item()
+        return super().end_layers(state)
+
+
+def test_a_breakable_capture_that_fails_half_way_takes_no_other_size_and_no_value_with_it() -> None:
+    """Its closed segments were launched already; the pool and the smaller and larger sizes go on."""
+    plain = tiny_model()
+    model = WaitsInItsLastLayer(plain.config, device="cpu", dtype=torch.float32)
+    model.load_state_dict(plain.state_dict())
+    asked = ExecutionPlan(
+        modes={
+            ForwardMode.EXTEND: ModeStrategy(strategy="breakable", capture_sizes=(4, 8)),
+            ForwardMode.DECODE: ModeStrategy(),
+        }
+    )
+    runner = ModelRunner.ready(model, plan=asked, options=OPTIONS)
+    assert runner.graph_build is not None
+    assert list(runner.graph_build.failures) == ["extend any requests 8 tokens"]
+    reference = make_runner(plan("eager", "eager", has_verify=False))
+    for length, reason in ((7, Reason.NO_GRAPH), (3, None), (14, None), (8, Reason.NO_GRAPH)):
+        found, wanted = (
+            extend_and_append(one, [prompt(f"of {length}", length)]) for one in (runner, reference)
+        )
+        assert reason_of(runner) is reason
+        assert found.logits is not None
+        assert wanted.logits is not None
+        torch.testing.assert_close(
+            found.logits.next_token_logits, wanted.logits.next_token_logits, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_whole_extend_graph_has_so_many_request_slots() -> None:

@@ -48,6 +48,12 @@ def test_compiled_forwards_give_what_uncompiled_ones_give(compiler: str, decode:
             assert torch.allclose(ours, theirs, atol=0 if compiler == "fx" else 1e-4, rtol=0), step
 
 
+def test_a_compile_value_that_nobody_knows_is_refused_with_the_nearest() -> None:
+    asked = ExecutionPlan(modes={ForwardMode.DECODE: ModeStrategy(strategy="none", compile="inductr")})
+    with pytest.raises(ConfigError, match="did you mean 'inductor'"):
+        ModelRunner.ready(tiny_model(), plan=asked, options=OPTIONS, compiler=CompiledModel)
+
+
 def test_a_compile_value_without_a_compiler_is_refused() -> None:
     asked = ExecutionPlan(modes={ForwardMode.DECODE: ModeStrategy(strategy="none", compile="fx")})
     with pytest.raises(ConfigError, match="without a compiler"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 from typing import Any
 
@@ -131,6 +132,8 @@ def test_a_stop_token_ends_a_request_and_is_not_in_its_output(expected: list[tup
         (GenerationRequest(prompt_ids=[]), BatchError, "empty"),
         (GenerationRequest(prompt_ids=[1, 64]), BatchError, "token_ids holds 64; ids are 0 to 63"),
         (GenerationRequest(prompt_ids=[-1]), BatchError, "-1"),
+        (GenerationRequest(prompt_ids=[1.5, 2]), BatchError, r"whole numbers, got \[1.5, 2\]"),  # type: ignore[list-item]
+        (GenerationRequest(prompt_ids="text"), BatchError, "whole numbers, got 'text'"),  # type: ignore[arg-type]
         (GenerationRequest(prompt_ids=[1] * 48, max_new_tokens=1), ConfigError, "over max_context"),
         (GenerationRequest(prompt_ids=[1] * 30, max_new_tokens=11), ConfigError, "over the KV pool"),
         (GenerationRequest(prompt_ids=[1], max_new_tokens=4, stop_texts=("x",)), ConfigError, "tokenizer"),
@@ -145,6 +148,57 @@ def test_a_request_that_cannot_be_met_is_refused_and_takes_nothing_with_it(
         one.generate([good, request_])
     assert_nothing_is_held(one)
     assert len(one.generate([good])[0].token_ids) == 2
+
+
+def test_a_refused_request_takes_none_with_it_that_was_there_before() -> None:
+    one = engine()
+    one.add(GenerationRequest(prompt_ids=[1, 2], max_new_tokens=2, request_id="before"))
+    with pytest.raises(BatchError, match="empty"):
+        one.generate([GenerationRequest(prompt_ids=[1], max_new_tokens=2), GenerationRequest(prompt_ids=[])])
+    events = []
+    while one.has_work:
+        events += one.step()
+    assert [event.request_id for event in events] == ["before", "before"]
+    # A name is free again when its request has ended.
+    assert one.add(GenerationRequest(prompt_ids=[1], max_new_tokens=2, request_id="before")) == "before"
+
+
+def test_a_second_stream_cannot_take_the_tokens_of_the_first() -> None:
+    one = engine()
+    stream = one.stream(requests())
+    first = next(stream)
+    good = GenerationRequest(prompt_ids=[1, 2], max_new_tokens=2)
+    with pytest.raises(ConfigError, match="at work for another"):
+        one.generate([good])
+    with pytest.raises(ConfigError, match="at work for another"):
+        next(one.stream([good]))
+    events = [first, *stream]
+    assert len(events) == 6 * len(LENGTHS)
+    assert len(one.generate([good])[0].token_ids) == 2
+
+
+def test_numbered_names_step_over_names_that_are_taken() -> None:
+    one = engine()
+    named = GenerationRequest(prompt_ids=[1], max_new_tokens=1, request_id="request 0")
+    outputs = one.generate([named, GenerationRequest(prompt_ids=[1], max_new_tokens=1)])
+    assert [output.request_id for output in outputs] == ["request 0", "request 1"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop_texts": "abc"}, "tuple of texts"),
+        ({"max_new_tokens": 1.0}, "max_new_tokens"),
+        ({"sampling": {"top_k": 1.5}}, "top_k"),
+        ({"sampling": {"top_k": 2**31}}, "top_k"),
+        ({"sampling": {"temperature": float("nan")}}, "temperature"),
+        ({"sampling": {"top_p": float("nan")}}, "top_p"),
+    ],
+)
+def test_a_request_that_means_nothing_cannot_be_made(fields: dict[str, Any], words: str) -> None:
+    make = SamplingParams if "sampling" in fields else functools.partial(GenerationRequest, prompt_ids=[1])
+    with pytest.raises(ConfigError, match=words):
+        make(**fields.get("sampling", fields))
 
 
 def test_nan_logits_end_one_request_by_name_and_no_other(expected: list[tuple[int, ...]]) -> None:

@@ -113,6 +113,8 @@ def test_settings_of_the_command_line_replace_a_files_and_followers_follow() -> 
     assert changed.of(ForwardMode.EXTEND) == ModeStrategy()
     assert changed.of(ForwardMode.MIXED).strategy == "eager"
     assert changed.of(ForwardMode.IDLE).strategy == "none"
+    # What was not named stays as the file has it.
+    assert with_strategies(plan, {ForwardMode.DECODE: "none"}).of(ForwardMode.MIXED).strategy == "eager"
 
 
 def test_what_attention_cannot_hold_is_captured_breakable_and_recorded(

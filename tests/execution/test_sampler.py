@@ -81,9 +81,13 @@ def test_draws_are_uniform_and_differ_by_seed_and_length() -> None:
     assert 0 <= uniform_draws(large, large).item() < 1
 
 
-def test_a_row_with_nan_gives_no_token_and_the_error_names_its_request() -> None:
+@pytest.mark.parametrize("wrong", ["one nan", "an overflow", "all forbidden"])
+def test_a_row_that_says_nothing_gives_no_token_and_the_error_names_its_request(wrong: str) -> None:
     scores = logits(3)
-    scores[1, 7] = torch.nan
+    if wrong == "all forbidden":
+        scores[1] = -torch.inf
+    else:
+        scores[1, 7] = torch.nan if wrong == "one nan" else torch.inf
     for params in (SamplingParams(), SamplingParams(temperature=1.0)):
         tokens = sample(scores, batch_of([params] * 3), torch.tensor([1, 2, 3])).tolist()
         assert tokens[1] == INVALID_TOKEN

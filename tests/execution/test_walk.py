@@ -32,7 +32,7 @@ def expected_executions(decode: str, extend: str) -> list[str]:
         f"target_verify decode {decode}",
         f"dllm_extend decode {decode}",
         f"dllm_extend decode {decode}",
-        "draft_extend_v2 eager eager",
+        f"draft_extend_v2 decode {decode}",
         "prebuilt eager eager",
         "split_prefill split_prefill eager",
         f"decode decode {decode}",

@@ -69,6 +69,20 @@ def test_eager(has_qk_norm: bool, device: torch.device) -> None:
     close(copy.deepcopy(fused)(*given), plain(*given))
 
 
+def test_a_gate_of_gelu_is_a_kernel_too(device: torch.device) -> None:
+    """Gemma's feed-forward, beside norms on what a layer adds and windows."""
+    config = named_shape("tiny-gemma3").with_num_layers(2)
+    plain, fused = (
+        random_decoder(config, device=device, dtype=torch.float32, kernels=kernel_set(name, device))
+        for name in ("torch", "triton")
+    )
+    given = inputs(device)
+    with torch.profiler.profile() as profile:
+        close(fused(*given), plain(*given))
+    called = {event.key for event in profile.key_averages()}
+    assert "sgl_piecewise_kernels::gelu_tanh_mul" in called
+
+
 @pytest.mark.parametrize("strategy", ["full", "breakable"])
 def test_captured(strategy: str, device: torch.device, graph_device: GraphDevice) -> None:
     """In-place kernels on the residual stream, which lives across breaks."""

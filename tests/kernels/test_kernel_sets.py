@@ -99,10 +99,12 @@ def test_add_rms_norm(size: int, kernels: KernelSet, dtype: torch.dtype, device:
         close(one, other)
 
 
+@pytest.mark.parametrize("gate", ["silu_mul", "gelu_tanh_mul"])
 @pytest.mark.parametrize("size", [64, 1536])
-def test_silu_mul(size: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> None:
-    gate_up = random(5, 2 * size, dtype=dtype, device=device)
-    close(kernels.silu_mul(gate_up), TORCH_KERNELS.silu_mul(gate_up))
+def test_gate_mul(size: int, gate: str, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> None:
+    """On values of both signs, those included at which a gate is flat."""
+    gate_up = 3 * random(5, 2 * size, dtype=dtype, device=device)
+    close(getattr(kernels, gate)(gate_up), getattr(TORCH_KERNELS, gate)(gate_up))
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -136,6 +138,7 @@ def test_kernels_of_no_tokens_do_nothing(kernels: KernelSet, device: torch.devic
     x = random(0, 64, dtype=torch.float16, device=device)
     assert kernels.rms_norm(x, x.new_ones(64), EPS).shape == (0, 64)
     assert kernels.silu_mul(x).shape == (0, 32)
+    assert kernels.gelu_tanh_mul(x).shape == (0, 32)
 
 
 def test_kernels_replay_inside_a_graph(kernels: KernelSet, graph_device: GraphDevice) -> None:
@@ -151,7 +154,7 @@ def test_kernels_replay_inside_a_graph(kernels: KernelSet, graph_device: GraphDe
 
     def forward(
         kernels: KernelSet, x: torch.Tensor, residual: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         normed, total = kernels.add_rms_norm(x * 1, residual * 1, weight, EPS)
         heads = kernels.silu_mul(normed).unflatten(-1, (2, 16))
         angles = heads.float().mean(1, keepdim=True)
@@ -165,7 +168,7 @@ def test_kernels_replay_inside_a_graph(kernels: KernelSet, graph_device: GraphDe
             eps=EPS,
         )
         kernels.write_kv(*pools["torch" if kernels.name == "torch" else "kernels"], slots, k, q)
-        return kernels.rms_norm(q, weight[:16], EPS), total
+        return kernels.rms_norm(q, weight[:16], EPS), total, kernels.gelu_tanh_mul(normed)
 
     def inputs() -> tuple[torch.Tensor, ...]:
         slots = torch.randperm(9)[:4].to(device)

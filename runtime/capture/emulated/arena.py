@@ -8,7 +8,6 @@ records can write the free down first. This module must not know what is being r
 
 from __future__ import annotations
 
-import bisect
 import collections
 import ctypes
 import mmap
@@ -19,6 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
+
+from .ranges import FreeRanges
 
 ALIGNMENT_BYTES = 512
 _LARGEST_ARENA_BYTES = 64 << 30
@@ -81,9 +82,8 @@ class Arena:
         self._reserve = reserve
         self._memory, self.capacity_bytes = _map_memory()
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._top = self.base
+        self._ranges = FreeRanges(self.base)
         self._live: dict[int, Block] = {}
-        self._free: dict[int, list[tuple[int, int]]] = {}
         # Filled by finalizers, which run at any point of any thread: appending takes no lock.
         self._died: collections.deque[Block] = collections.deque()
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class Arena:
     @property
     def reserved_bytes(self) -> int:
         """The most that was ever in use, fragmentation included."""
-        return self._top - self.base
+        return self._ranges.top - self.base
 
     @property
     def allocated_bytes(self) -> int:
@@ -128,7 +128,9 @@ class Arena:
         """
         rounded = rounded_bytes(num_bytes)
         with self._lock:
-            address = self._take_free(rounded, stream) or self._grow(rounded, stream)
+            address = self._ranges.take(rounded, stream)
+            if address is None:
+                address = self._grow(rounded, stream)
             block = Block(address=address, num_bytes=rounded, stream=stream, is_bool=is_bool, epoch=epoch)
             self._live[address] = block
         # The buffer holds the mapping, so a tensor may outlive pool and graphs.
@@ -162,47 +164,19 @@ class Arena:
         with self._lock:
             self._give_free(block)
 
-    def _take_free(self, num_bytes: int, stream: int) -> int | None:
-        """First fit among the stream's free ranges."""
-        ranges = self._free.get(stream, [])
-        for index, (address, size) in enumerate(ranges):
-            if size >= num_bytes:
-                if size == num_bytes:
-                    del ranges[index]
-                else:
-                    ranges[index] = (address + num_bytes, size - num_bytes)
-                return address
-        return None
-
     def _grow(self, num_bytes: int, stream: int) -> int:
         """Takes memory above all that was used, together with the stream's free range next to it."""
-        ranges = self._free.get(stream, [])
-        start = self._top
-        if ranges and sum(ranges[-1]) == self._top:
-            start = ranges[-1][0]
-        end = start + num_bytes
+        end = self._ranges.next_start(stream) + num_bytes
         if end > self.base + self.capacity_bytes:
             raise torch.OutOfMemoryError(
                 f"Emulated graph pool: {num_bytes} bytes asked for, {self.reserved_bytes} of "
                 f"{self.capacity_bytes} bytes of address space are used. Capture fewer or smaller sizes."
             )
-        self._reserve(end - self._top)
-        if start != self._top:
-            ranges.pop()
-        self._top = end
-        return start
+        self._reserve(end - self._ranges.top)
+        return self._ranges.grow(num_bytes, stream)
 
     def _give_free(self, block: Block) -> None:
-        """Puts a block into its stream's free ranges, merged with its neighbours."""
-        ranges = self._free.setdefault(block.stream, [])
-        start, end = block.address, block.address + block.num_bytes
-        index = bisect.bisect(ranges, (start, 0))
-        if index < len(ranges) and ranges[index][0] == end:
-            end += ranges.pop(index)[1]
-        if index and sum(ranges[index - 1]) == start:
-            index -= 1
-            start = ranges.pop(index)[0]
-        ranges.insert(index, (start, end - start))
+        self._ranges.give(block.address, block.num_bytes, block.stream)
 
 
 def _map_memory() -> tuple[mmap.mmap, int]:

@@ -16,6 +16,7 @@ from . import arena as arena_module
 from .arena import Arena, rounded_bytes
 from .graph import EmulatedGraph
 from .opaque import compiled_code_patches
+from .pool_model import EmulatedPoolModel
 from .recorder import Recorder
 from .streams import CAPTURE_STREAM
 from .torch_streams import STREAM_PATCHES, StreamNames, StreamWatch
@@ -144,6 +145,9 @@ class EmulatedDevice(GraphDevice):
         pool = EmulatedPool(self)
         self._pools.add(pool)
         return pool
+
+    def new_pool_model(self) -> EmulatedPoolModel:
+        return EmulatedPoolModel(sets_copy_sources=self.sets_copy_sources)
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
