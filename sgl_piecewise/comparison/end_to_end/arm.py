@@ -33,7 +33,7 @@ from sgl_piecewise.runtime.runners.plan import ExecutionPlan
 from sgl_piecewise.runtime.runners.served_model import ServedModel
 
 from .plans import NamedPlan
-from .report import PlanBuild
+from .report import PlanAttention, PlanBuild
 
 BATCH_INDEPENDENT_ATTENTION = frozenset({"torch"})
 """Backends whose results do not depend on padding or on who shares the batch: with these, graphs keep every bit."""
@@ -63,6 +63,9 @@ class PlanArm:
         execution_plan: The same with its sizes.
         options: Limits; all arms have the same.
 
+    Raises:
+        ConfigError: The plan or a limit cannot be met.
+
     Attributes:
         plan: The plan's name and compilers.
     """
@@ -74,10 +77,12 @@ class PlanArm:
         execution_plan: ExecutionPlan,
         options: RunnerOptions,
     ) -> None:
-        self._subject = subject
         self.plan = plan
-        self._execution_plan = execution_plan
-        self._options = options
+        self._tokenizer = subject.tokenizer
+        # Not built: it says what its plan comes to, and holds next to nothing.
+        self._runner: ModelRunner | None = ModelRunner(
+            subject.model, plan=execution_plan, options=options, compiler=CompiledModel
+        )
         self._built: OfflineEngine | None = None
 
     def build(self, on_progress: ProgressCallback) -> PlanBuild:
@@ -95,17 +100,13 @@ class PlanArm:
             for compiler in self.plan.compilers:
                 import_compiler(compiler)
         clock = PhaseClock()
-        runner = ModelRunner.ready(
-            self._subject.model,
-            plan=self._execution_plan,
-            options=self._options,
-            compiler=CompiledModel,
-            on_progress=on_progress,
-        )
+        runner = self.runner
+        runner.build_pools()
+        runner.install_hooks()
+        runner.build_attention()
+        runner.build_graphs(on_progress)
         # Prompts are through before any request decodes: then each step of decoding is one batch of all.
-        self._built = OfflineEngine(
-            runner, tokenizer=self._subject.tokenizer, options=EngineOptions(mixes=False)
-        )
+        self._built = OfflineEngine(runner, tokenizer=self._tokenizer, options=EngineOptions(mixes=False))
         build = runner.graph_build
         assert build is not None, "the runner is built"
         return PlanBuild(
@@ -126,17 +127,28 @@ class PlanArm:
     @property
     def runner(self) -> ModelRunner:
         """The model runner."""
-        return self._engine.runner
+        assert self._runner is not None, "an arm is not used once it is closed"
+        return self._runner
 
     def close(self) -> None:
         """Lets go of pools and graphs."""
-        self._built = None
+        self._runner = self._built = None
+
+    @property
+    def attention(self) -> PlanAttention:
+        """The attention backends that the plan comes to."""
+        resolved = self.runner.plan
+        return PlanAttention(prompts=resolved.prefill_attention, decode=resolved.decode_attention)
+
+    @property
+    def why_other_plan(self) -> str | None:
+        """Why the attention backends cannot do what the plan says; None where they can."""
+        return "; ".join(map(str, self.runner.plan_changes)) or None
 
     @property
     def has_bit_keeping_attention(self) -> bool:
         """Whether attention gives the same bits in a graph as outside."""
-        backends = {self.runner.plan.prefill_attention, self.runner.plan.decode_attention}
-        return backends <= BATCH_INDEPENDENT_ATTENTION
+        return {self.attention.prompts, self.attention.decode} <= BATCH_INDEPENDENT_ATTENTION
 
     def prompt_logits(self, prompt_ids: Sequence[int]) -> torch.Tensor:
         """Returns logits after every token of a prompt, and once more after the last as the engine has them.

@@ -148,6 +148,7 @@ class PlanCandidate:
         is_right = status in ("reference", "equal", "close")
         return PlanReport(
             plan=self.name,
+            attention=self.arm.attention,
             status=status,
             failure=self.failure or self.left_out,
             build=self.build,

@@ -10,9 +10,9 @@ import gc
 
 import torch
 
-from sgl_piecewise.runtime.attention.choice import attention_backend_class, resolve_attention_backend
+from sgl_piecewise.runtime.attention.choice import resolve_attention_backend
 from sgl_piecewise.runtime.capture.captured import ProgressCallback
-from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.errors import ConfigError, PoolError
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.runners.served_model import ServedModel
 from sgl_piecewise.runtime.stopwatch import stopwatch_for
@@ -66,14 +66,15 @@ def run_end_to_end(
     """
     check_end_to_end(subject, options, compare_options)
     device = subject.model.device
-    attention = resolve_attention_backend(options.attention, device)
     limits = _limits(subject.model, options, options.longest_request(compare_options.num_timed_steps))
     prompts, batches = _cases(subject, options, compare_options.num_inputs)
     with contextlib.ExitStack() as cleanup:
 
         def arm_of(plan: NamedPlan) -> PlanArm:
             execution_plan = plan.execution_plan(
-                batch_sizes=options.batch_sizes, prompt_lengths=options.prompt_lengths, attention=attention
+                batch_sizes=options.batch_sizes,
+                prompt_lengths=options.prompt_lengths,
+                attention=options.attention,
             )
             arm = PlanArm(subject, plan, execution_plan, limits)
             cleanup.callback(arm.close)
@@ -82,18 +83,24 @@ def run_end_to_end(
         candidates = []
         for name in options.plans:
             plan = named_plan(name)
-            candidate = PlanCandidate(plan=plan, arm=arm_of(plan), left_out=_why_left_out(plan, attention))
+            arm = arm_of(plan)
+            candidate = PlanCandidate(plan=plan, arm=arm, left_out=arm.why_other_plan)
             if candidate.left_out is None:
                 candidate.build_arm(prefixed(on_progress, f"end to end: {name}"))
             candidates.append(candidate)
         if candidates[0].failure is not None:
             return EndToEndReport(why_none=f"eager could not be built: {candidates[0].failure.rstrip('.')}")
-        references = {}
+        references: dict[str, PlanArm] = {}
         for candidate in candidates[1:]:
             reference = candidate.plan.padded_eager
             if candidate.takes_part and reference.name not in references:
-                references[reference.name] = arm_of(reference)
-                references[reference.name].build(on_progress)
+                arm = arm_of(reference)
+                try:
+                    arm.build(prefixed(on_progress, f"end to end: {reference.name}"))
+                except (PoolError, torch.OutOfMemoryError) as err:
+                    candidate.failure = f"what it is compared with could not be built: {err}"
+                else:
+                    references[reference.name] = arm
         check_plans(
             candidates,
             references,
@@ -118,7 +125,6 @@ def run_end_to_end(
         timer.time_decoding(batches, options.context_tokens, on_progress)
         report = EndToEndReport(
             why_none=None,
-            attention=attention,
             prompt_lengths=options.prompt_lengths,
             batch_sizes=options.batch_sizes,
             context_tokens=options.context_tokens,
@@ -166,11 +172,3 @@ def _cases(
 
 def _ids_of(tokens_T: torch.Tensor) -> tuple[int, ...]:
     return tuple(tokens_T.tolist())
-
-
-def _why_left_out(plan: NamedPlan, attention: str) -> str | None:
-    """Returns what the attention backend cannot do of a plan; None where it can do all."""
-    backend = attention_backend_class(attention)
-    sizeless = plan.execution_plan(batch_sizes=(1,), prompt_lengths=(1,))
-    _, changes = sizeless.resolve(backend, backend)
-    return "; ".join(map(str, changes)) or None

@@ -77,11 +77,25 @@ class PlanBuild:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanAttention:
+    """Attention backends of one plan, by name.
+
+    Attributes:
+        prompts: Of forwards with several new tokens.
+        decode: Of decoding.
+    """
+
+    prompts: str
+    decode: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """One execution plan's part of the comparison.
 
     Attributes:
         plan: Its name: the cell of decoding, ``+``, the cell of prompts; or the one of both.
+        attention: The attention backends that it came to.
         status: ``reference`` (eager), ``equal`` (to padded eager, bit for bit), ``close`` (within the tolerance),
             ``wrong``, ``failed`` (not built), or ``left_out`` (the attention backend cannot).
         failure: Why it failed or was left out, or None.
@@ -92,6 +106,7 @@ class PlanReport:
     """
 
     plan: str
+    attention: PlanAttention
     status: PlanStatus
     failure: str | None = None
     build: PlanBuild | None = None
@@ -120,7 +135,6 @@ class EndToEndReport:
 
     Attributes:
         why_none: Why no plan ran; None where some did.
-        attention: Name of the attention backend.
         prompt_lengths: Of the prompts whose first token was timed, ascending.
         batch_sizes: Requests that decoded together, ascending.
         context_tokens: Tokens of every prompt before its decoding was timed.
@@ -128,7 +142,6 @@ class EndToEndReport:
     """
 
     why_none: str | None
-    attention: str | None = None
     prompt_lengths: tuple[int, ...] = ()
     batch_sizes: tuple[int, ...] = ()
     context_tokens: int | None = None

@@ -29,7 +29,6 @@ def rendered_plans(report: EndToEndReport, width: int) -> RenderableType:
         for group in layout.groups(len(others))
     ]
     title = Text("End to end, through the engine", style="bold")
-    title.append(f"; attention: {report.attention}", style="")
     legend = Text(
         "A plan is DECODE+EXTEND, how decoding and how prompts run; one alone is both. First token: from scheduling a "
         f"prompt to its token and text. Decode: tokens of all requests a second, each with {report.context_tokens} "
@@ -62,7 +61,8 @@ def _table(report: EndToEndReport, plans: Sequence[PlanReport], layout: Layout) 
     def add(label: str, cell: Cell, ends_section: bool = False) -> None:
         table.add_row(label, *(cell(plan) for plan in plans), end_section=ends_section)
 
-    add("values", lambda plan: status_cell(plan.status), True)
+    add("values", lambda plan: status_cell(plan.status))
+    add("attention", _attention, True)
     add("build", lambda plan: "-" if plan.build is None else in_words_s(plan.build.total_s))
     add(" graphs", lambda plan: "-" if plan.build is None else in_words_s(plan.build.graphs_s))
     add("shapes with a graph", lambda plan: "-" if plan.build is None else str(plan.build.num_graphs))
@@ -85,6 +85,12 @@ def _table(report: EndToEndReport, plans: Sequence[PlanReport], layout: Layout) 
 
 def _values(plan: PlanReport) -> list[CaseValues]:
     return [entry for phase in plan.phases for entry in phase.values]
+
+
+def _attention(plan: PlanReport) -> str:
+    """One name where both phases have the same, else as plans are named: that of decoding first."""
+    decode, prompts = plan.attention.decode, plan.attention.prompts
+    return decode if decode == prompts else f"{decode}+{prompts}"
 
 
 def _graph_memory(plan: PlanReport) -> str:
