@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from sgl_piecewise.passes.dump import new_dump_folder
@@ -21,11 +20,12 @@ from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
-from sgl_piecewise.runtime.errors import CompileError, ConfigError
+from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 from sgl_piecewise.runtime.time_line import NotedSpan, span
 
 from .dropin import DropIn
+from .inference_only import refuse_autograd, refusing_autograd
 from .layer_runner import with_layer_runner
 from .layer_tracing import is_layer_call
 from .options import CompileOptions, options_from
@@ -100,7 +100,8 @@ def compile_graph(
     with profile_of_backend(options.profile):
         with span("import piece compiler", "import"):
             piece_compiler = recorded_compiler(piece_compiler_for(options), options)
-        _refuse_autograd(gm, example_inputs)
+        held = [*gm.parameters(), *gm.buffers()]
+        refuse_autograd([*example_inputs, *held])
         warn_of_stopped_trace(gm)
         with span(SPLIT_SPAN, "graph passes") as noted:
             dump_folder = None if options.dump_folder is None else new_dump_folder(options.dump_folder)
@@ -120,7 +121,7 @@ def compile_graph(
         forward = refusing_capture(forward, findings)
         if num_layers:
             forward = with_layer_runner(forward, partial(compile_graph, options=options))
-        return forward if drop_in is None else drop_in.wrap(forward)
+        return refusing_autograd(forward if drop_in is None else drop_in.wrap(forward), held)
 
 
 def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:
@@ -147,14 +148,3 @@ def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:
         most_uses=max(uses.values(), default=0),
         uses=[f"{name}={count}" for name, count in uses.items()],
     )
-
-
-def _refuse_autograd(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    tensors = [*example_inputs, *gm.parameters(), *gm.buffers()]
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in tensors):
-        raise CompileError(
-            "Backend 'sgl_piecewise' compiles for inference, and autograd is recording. Call the compiled function "
-            "under torch.inference_mode() or torch.no_grad(), from the first call on."
-        )

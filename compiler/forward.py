@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sgl_piecewise.runtime import torch_private, tree
-from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 from .backend import compile_graph
@@ -67,11 +66,10 @@ class CompiledForward:
             RecompileError: Frozen, and called as it was never compiled for.
             CompileError: It cannot be traced in one graph, or a piece cannot be compiled.
         """
-        # Guards tell tensors of inference mode, and the cache that captures switch off, from others.
+        # Guards tell tensors of inference mode from others.
         args = tuple(map(_normal, args))
         kwargs = {name: _normal(value) for name, value in kwargs.items()}
-        with without_autocast_cache():
-            return self._run(args, kwargs)
+        return self._run(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._function(self._fn, args, kwargs, before_trace=self._with_dynamic_dims)

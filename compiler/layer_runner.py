@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import CompileError
 
 from .layer_sharing import forward_of, original_class
@@ -35,6 +37,7 @@ class LayerRunner:
         self._backend = backend
         self._state = CompileState() if state is None else state
         self._functions: dict[Callable[..., Any], TracedFunction] = {}
+        self._layers: dict[int, weakref.ref[torch.nn.Module]] = {}
 
     def run(
         self,
@@ -53,6 +56,10 @@ class LayerRunner:
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
+        if id(layer) not in self._layers:
+            self._layers[id(layer)] = weakref.ref(
+                layer, functools.partial(_forget, weakref.ref(self), id(layer))
+            )
         forward = forward_of(layer)
         function = self._functions.get(forward)
         if function is None:
@@ -67,16 +74,37 @@ class LayerRunner:
         return function(forward, layer, args, kwargs, before_trace=before_trace)
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a compiled forward whose shared layers this runs."""
+        """Returns a compiled forward whose shared layers this runs.
+
+        Always without autocast's cache: captures switch it off, and guards would tell a capture's call from others,
+        so that each layer would be traced once more, in the middle of the capture.
+        """
 
         def run(*args: Any) -> Any:
             token = _RUNNER.set(self)
             try:
-                return forward(*args)
+                with without_autocast_cache():
+                    return forward(*args)
             finally:
                 _RUNNER.reset(token)
 
         return run
+
+    def forget(self, layer_id: int) -> None:
+        """Drops what was traced when the last layer that this ran is gone.
+
+        Dynamo's guards of a layer hold the stack that they were made on, and with it the compiled forward that holds
+        this runner: without the layers' death to go by, all would live for ever.
+        """
+        del self._layers[layer_id]
+        if not self._layers:
+            self._functions.clear()
+
+
+def _forget(runner: weakref.ref[LayerRunner], layer_id: int, _: object) -> None:
+    alive = runner()
+    if alive is not None:
+        alive.forget(layer_id)
 
 
 def current_layer_runner() -> LayerRunner:

@@ -91,6 +91,8 @@ class CompileOptions:
         for name in self.fusions:
             if name not in FUSIONS:
                 raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
+            if list(self.fusions).count(name) > 1:
+                raise ConfigError(f"fusions names {name!r} more than once; a fusion runs once. Name it once.")
         if self.dump_folder is not None and not isinstance(self.dump_folder, str):
             raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
-from sgl_piecewise.runtime import torch_private_compiling
+from sgl_piecewise.runtime import torch_private_compiling, torch_private_tracing
 from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark_operator import body_of, is_marked_call
 
@@ -56,6 +56,7 @@ def compile_and_stitch(
         delattr(split, name)
     split.graph.lint()
     split.recompile()
+    torch_private_tracing.forget_traced_inputs(split.graph)
     forward: Callable[..., Any] = split.forward
     return forward
 
@@ -96,8 +97,8 @@ def _writes_inputs(piece: GraphModule, values: Sequence[Any]) -> bool:
     examples = torch_private_compiling.example_inputs(values)
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     before = [tensor._version for tensor in tensors]
-    with torch_private_compiling.on_current_fake_mode(), torch.no_grad():
-        piece(*examples)
+    with torch_private_compiling.on_fake_tensors_of(examples) as fakes:
+        piece(*fakes)
     return [tensor._version for tensor in tensors] != before
 
 

@@ -32,6 +32,8 @@ Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 # As many compiles of one function as Dynamo makes before it gives up.
 _MANY_TRACES = 8
+# How Dynamo begins to say that a mode or another setting of the process is not what it was.
+_GLOBAL_STATE = "GLOBAL_STATE changed"
 
 
 @dataclass
@@ -213,11 +215,22 @@ class TracedFunction:
             named = dict(zip(self._parameters, values, strict=True))
             _logger.warning(
                 "%s was traced and compiled %d times; PyTorch alone would run it uncompiled from now on. What "
-                "differed from the first: %s",
+                "differed: %s. A number or object that is no part of the shapes is compiled once for all if only a "
+                "function marked @eager_on_graph reads it, or if it is a tensor.",
                 self.name,
                 _MANY_TRACES,
-                self._entries[0].failed_guard(named) or self._entries[-1].failed_guard(named),
+                _difference([entry.failed_guard(named) for entry in self._entries]),
             )
+
+
+def _difference(failed_guards: Sequence[str]) -> str:
+    """Returns what told calls of one function apart, from the guards that a call did not meet."""
+    found = list(dict.fromkeys(" ".join(text.split()) for text in failed_guards if text))
+    of_call = [text for text in found if not text.startswith(_GLOBAL_STATE)]
+    if of_call:
+        return of_call[0]
+    states = [text.partition(":")[2].strip() for text in found]
+    return f"PyTorch's settings around the calls ({states[0]})" if states else "nothing that guards name"
 
 
 # Dynamo keeps what it compiled by a name in our module until its code dies, and code lives in its own table and in

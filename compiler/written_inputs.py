@@ -116,11 +116,10 @@ class _Result:
         try:
             with (
                 torch.inference_mode(False),
-                torch.no_grad(),
-                torch_private_compiling.on_current_fake_mode(),
+                torch_private_compiling.on_fake_tensors_of(examples) as fakes,
                 watch,
             ):
-                piece(*examples)
+                piece(*fakes)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             _logger.info("%s cannot run on fake tensors (%s): all its inputs count as written", name, error)
             self.written = [i for i, value in enumerate(examples) if isinstance(value, torch.Tensor)]

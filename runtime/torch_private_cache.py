@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch.utils._triton import has_triton_package
 
 _INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _TRITON_FOLDER = "TRITON_CACHE_DIR"
+# Of `CppPythonBindingsCodeCache` and the classes below it.
+_LIBRARY_FUNCTIONS = ("kernel", "inductor_entry_cpp")
 
 
 @contextlib.contextmanager
@@ -33,7 +36,7 @@ def artefacts_in(folder: Path) -> Iterator[None]:
     process when it first loads a kernel: so it is taken out, and put back as it was.
     """
     before = {name: os.environ.get(name) for name in (_INDUCTOR_FOLDER, _TRITON_FOLDER)}
-    clear_caches()
+    _forget_compiled()
     os.environ[_INDUCTOR_FOLDER] = str(folder)
     os.environ.pop(_TRITON_FOLDER, None)
     try:
@@ -44,7 +47,22 @@ def artefacts_in(folder: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        clear_caches()
+        _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """Makes Inductor read files again that this process has read before; what is in use stays in use.
+
+    Libraries of C++ kernels are modules named ``KEY.FUNCTION``. PyTorch 2.13 forgets them with its caches; 2.11 would
+    find a library by its key and not look at the file, which may be damaged by now.
+    """
+    clear_caches()
+    for name, module in list(sys.modules.items()):
+        key, _, function = name.partition(".")
+        if function in _LIBRARY_FUNCTIONS and str(getattr(module, "__file__", "")).endswith(
+            f"/{key}.main.so"
+        ):
+            del sys.modules[name]
 
 
 def probe_host_compiler() -> None:

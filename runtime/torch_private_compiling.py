@@ -64,13 +64,6 @@ def _current_fake_mode() -> Any:
 
 
 @contextlib.contextmanager
-def on_current_fake_mode() -> Iterator[None]:
-    """Runs the block on the fake tensors that compilers called now work with."""
-    with _current_fake_mode():
-        yield
-
-
-@contextlib.contextmanager
 def separate_compile() -> Iterator[None]:
     """Lets a compiler run inside the block without touching what the trace around it keeps for its own."""
     with tracing(TracingContext(_current_fake_mode())):
@@ -88,7 +81,8 @@ def outside_of_traces() -> Iterator[None]:
 def on_fake_tensors_of(values: Sequence[Any]) -> Iterator[list[Any]]:
     """Runs the block on fake tensors: those given, or fakes of the real ones given.
 
-    Sizes that only the data gives become symbols, and nothing that the block asks adds a guard to the trace.
+    Sizes and numbers that only the data gives become symbols, which no compile is left to account for, and nothing
+    that the block asks adds a guard to the trace.
 
     Yields:
         The values to work with.

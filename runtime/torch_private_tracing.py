@@ -316,6 +316,12 @@ def is_handle_input(node: Any) -> bool:
     return argument is not None and isinstance(argument.source, _CallSource)
 
 
+def forget_traced_inputs(graph: Any) -> None:
+    """Lets go of the real values that a graph was traced with: handles would live as long as compiled code."""
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)
+
+
 def is_static_input(node: Any) -> bool:
     """Tells whether Dynamo takes a graph input for a tensor that stays where it is.
 

@@ -162,6 +162,23 @@ def test_a_strategys_name_says_what_compiles_and_what_captures(
     assert cell_of(strategy) == cell
 
 
+@pytest.mark.parametrize(
+    ("strategy", "hint"),
+    [
+        ("bogus", "Known: breakable"),
+        ("tc_piecewize", "did you mean 'tc_piecewise'"),
+        ("bogus_full", "fx_full"),
+    ],
+)
+def test_a_strategy_that_is_none_is_named_with_the_nearest(strategy: str, hint: str) -> None:
+    result = invoke("profile", *QUICK, "--strategy", strategy)
+    assert result.exit_code == 2
+    shown = " ".join(result.output.split())
+    assert f"Unknown strategy '{strategy}'" in shown
+    assert hint in shown
+    assert "piece compiler" not in shown
+
+
 # The commands ------------------------------------------------------------------------------------
 
 

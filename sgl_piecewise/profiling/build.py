@@ -30,7 +30,7 @@ from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
-from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
 from sgl_piecewise.runtime.records import IMPORT, PhaseClock, PoolReservation
 from sgl_piecewise.runtime.time_line import TimeLine, listen, span
 
@@ -39,6 +39,10 @@ from ..comparison.inputs import random_tokens
 DEFAULT_STRATEGY = "tc_piecewise"
 _REFERENCE = "eager"
 _INDUCTOR = "tc"
+_STRATEGIES = (
+    *("full", "breakable"),
+    *(f"{compiler}{suffix}" for compiler in ("fx", _INDUCTOR) for suffix in SUFFIXES.values()),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +78,17 @@ class ProfileRequest:
     def __post_init__(self) -> None:
         """Raises ConfigError for a strategy that is none, or that builds nothing."""
         compiler, _ = cell_of(self.strategy)
-        if compiler is not None:
+        if compiler is None:
+            return
+        try:
             piece_compiler_for(options_from({"piece_compiler": compiler}))
+        except PieceCompilerUnavailable:
+            raise
+        except ConfigError as err:
+            raise ConfigError(
+                f"Unknown strategy {self.strategy!r}. {nearest(self.strategy, _STRATEGIES)} The name of any other "
+                "Dynamo backend is one too, alone or with _full or _piecewise."
+            ) from err
 
 
 def cell_of(strategy: str) -> tuple[str | None, str]:

@@ -152,6 +152,11 @@ def test_own_errors_pass_as_they_are() -> None:
         raise ValueError("mine")
 
 
+def test_a_fusion_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'join_linears' more than once"):
+        options_from({"fusions": ["join_linears", "fuse_rms_norm", "join_linears"]})
+
+
 def test_recording_autograd_is_refused_whole() -> None:
     with (
         torch.inference_mode(False),

@@ -143,6 +143,24 @@ def reads_after_mark(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("piece_compiler", ["fx", "aot_eager"])
+@pytest.mark.parametrize("writes_shared_input", [False, True])
+def test_a_value_read_in_a_piece_is_no_business_of_its_compiler(
+    piece_compiler: str, writes_shared_input: bool
+) -> None:
+    """Looking for written inputs runs pieces on fake tensors, and may leave no symbol of the read value behind."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if writes_shared_input:
+            y.add_(1)
+        return reads_after_mark(x) + y
+
+    base = X.clone()
+    forward = compiled(fn, piece_compiler=piece_compiler, capture="breakable")
+    actual = forward(base[:2], base[1:])
+    torch.testing.assert_close(actual, fn((other := X.clone())[:2], other[1:]))
+
+
+@pytest.mark.parametrize("piece_compiler", ["fx", "aot_eager"])
 @pytest.mark.parametrize("strategy", ["full", "breakable"])
 def test_capture_is_refused_before_it_records(
     graph_device: GraphDevice, piece_compiler: str, strategy: str

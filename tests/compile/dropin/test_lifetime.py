@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from sgl_piecewise import eager_on_graph
+from sgl_piecewise.compiler.layer_sharing import compile_layers_once
+from sgl_piecewise.compiler.traced_function import TracedFunction
 from sgl_piecewise.runtime.capture.emulated.device import EmulatedPool
 from sgl_piecewise.runtime.capture.recording import Recording
 from sgl_piecewise.runtime.mark_handles import num_handles
@@ -88,6 +90,46 @@ def test_deleting_a_model_frees_it_although_another_shares_its_code() -> None:
     assert gone() is None
     assert living(Recording) == recordings - 1
     assert_same(compiled[0](X), second.scaled.run_eager(second.linear(X)) + second.seen)
+
+
+class Layered(nn.Module):
+    """Equal layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_deleting_a_model_with_shared_layers_frees_what_its_layers_were_compiled_to() -> None:
+    """Dynamo's guards of a layer would else hold the forward that holds the layer's own code."""
+    before = living(EmulatedPool), living(Recording), living(TracedFunction)
+    model = compile_layers_once(Layered())
+    compiled = drop_in(model)
+    for _ in range(4):
+        assert_same(compiled(X), model(X))
+    assert living(TracedFunction) == before[2] + 1
+    gone = weakref.ref(model), weakref.ref(model.layers[0]), weakref.ref(model.layers[2][0].weight)
+    del model, compiled
+    gc.collect()
+    assert [one() for one in gone] == [None, None, None]
+    assert (living(EmulatedPool), living(Recording), living(TracedFunction)) == before
+
+
+def test_a_capture_traces_no_layer_again() -> None:
+    """Captures switch autocast's cache off, and guards would tell."""
+    torch._dynamo.utils.counters.clear()
+    compiled = drop_in(compile_layers_once(Layered()))
+    compiled(X)
+    num_traces = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(3):
+        compiled(X)
+    assert total("num_replays") == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_traces == 2
 
 
 def test_two_models_alternate_and_share_one_compile() -> None:
@@ -349,6 +391,48 @@ def test_frozen_module_is_captured_in_grad_mode() -> None:
     with torch.inference_mode(False), torch.enable_grad():
         model = nn.Linear(4, 4).requires_grad_(False)
         assert_like_eager(model, [(torch.ones(3, 4),)])
+
+
+def test_model_captured_without_autograd_is_not_replayed_with_it() -> None:
+    """Dynamo guards on the mode, and the next compile is refused."""
+    x = torch.ones(3, 4)
+    with torch.inference_mode(False):
+        model = nn.Linear(4, 4)
+        compiled = drop_in(model)
+        with torch.no_grad():
+            for _ in range(4):
+                compiled(x)
+        with torch.enable_grad(), pytest.raises(Exception, match=r"under torch\.inference_mode"):
+            compiled(x)
+        with torch.no_grad():
+            assert_same(compiled(x), model(x))
+    assert total("num_replays") == 3
+
+
+@pytest.mark.parametrize("capture", ["breakable", "none"])
+@pytest.mark.parametrize("piece_compiler", ["fx", "inductor"])
+@pytest.mark.parametrize("what", ["parameter", "attribute", "input", "closure"])
+def test_frozen_model_that_thaws_is_refused_not_replayed(
+    what: str, piece_compiler: str, capture: str
+) -> None:
+    """A replay has no gradients, and PyTorch 2.11 does not guard on what parameters require."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x, scale = torch.ones(3, 4), torch.ones(4)
+        model = nn.Linear(4, 4).requires_grad_(False)
+        model.plain = torch.ones(4)
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return model(x) * model.plain * scale
+
+        compiled = drop_in(fn, piece_compiler=piece_compiler, capture=capture)
+        for _ in range(4):
+            torch.testing.assert_close(compiled(x), fn(x))
+        thawed = {"parameter": model.weight, "attribute": model.plain, "input": x, "closure": scale}[what]
+        thawed.requires_grad_(True)
+        with pytest.raises(Exception, match=r"under torch\.inference_mode"):
+            compiled(x)
+        thawed.requires_grad_(False)
+        torch.testing.assert_close(compiled(x), fn(x))
 
 
 def test_captured_by_capture_instead() -> None:
