@@ -50,7 +50,7 @@ from sgl_piecewise.comparison.benchmarking import (
 )
 from sgl_piecewise.comparison.tolerance import closeness, wide_model
 from sgl_piecewise.entry import import_compiler
-from sgl_piecewise.models import decoder as decoder_module
+from sgl_piecewise.models import layers as layers_module
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime.attention.base import AttentionSpec
@@ -242,12 +242,12 @@ class ReduceOverhead:
         def attend(q: Any, k: Any, v: Any, spec: AttentionSpec) -> torch.Tensor:
             return self._attention.run(q, k, v, spec)
 
-        original = decoder_module.attend
-        decoder_module.attend = attend  # type: ignore[assignment]
+        original = layers_module.attend
+        layers_module.attend = attend  # type: ignore[assignment]
         try:
             yield
         finally:
-            decoder_module.attend = original
+            layers_module.attend = original
 
     def build(self, subject: Subject, sizes: tuple[int, ...]) -> float:
         """Returns seconds until each size has been recorded: three calls of each, largest first."""

@@ -10,9 +10,10 @@ All arms are model runners over one model with random bf16 weights, in one proce
 
 Measured: decode at several batches and one context (device time of ``ModelRunner.forward``; the floor is every
 weight but the input embedding and all keys and values once, at the copy bandwidth measured in the same run);
-prefill (device time; the floor is its products at the measured matrix rate); time to first token from decision to
-token on the host; the part of one forward's wall time in which the device is busy; and the time between two steps
-of the engine. Logits of every arm are compared with padded eager first; an arm that differs gets no times.
+prefill (device time; the floor is its products at the measured matrix rate); time to first token from the engine's
+scheduling to the token on the host; the part of one forward's wall time in which the device is busy; and the time
+between two steps of the engine. Logits of every arm are compared with padded eager first; an arm that differs gets
+no times.
 
 Without a GPU everything runs on the emulated device, whose times say nothing. A dry run:
 ``--model tiny --context 32 --batches 1,2 --prompts 8,16 --rounds 2 --json out.json``.
@@ -21,6 +22,7 @@ Without a GPU everything runs on the emulated device, whose times say nothing. A
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -34,20 +36,19 @@ import torch
 
 from sgl_piecewise.comparison.benchmarking import default_device, default_dtype, report_head, write_json
 from sgl_piecewise.generation.compiling import CompiledModel
+from sgl_piecewise.generation.driving import fill_cache, first_token, forward_batch, give_back
 from sgl_piecewise.generation.engine import OfflineEngine
 from sgl_piecewise.generation.requests import GenerationRequest
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.request import Req
-from sgl_piecewise.runtime.batch.scheduling import release, schedule
 from sgl_piecewise.runtime.kernels.kernel_set import kernel_set
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 from sgl_piecewise.runtime.stopwatch import stopwatch_for
-from sgl_piecewise.runtime.worker.worker import TpModelWorker
 
 SCHEMA = "sgl_piecewise.benchmarks.serving/1"
 TOLERANCE = 2e-2  # of the largest logit, for compiled arms; others are equal bit for bit
@@ -127,20 +128,11 @@ def prompt_of(length: int, name: str, vocab_size: int) -> Req:
     return Req.of_prompt(name, torch.randint(0, vocab_size, (length,), generator=generator).tolist())
 
 
-def forward_batch(
-    runner: ModelRunner, mode: ForwardMode, reqs: list[Req], num_new: list[int]
-) -> ForwardBatch:
-    return ForwardBatch.init_new(schedule(mode, reqs, num_new, runner.allocator, runner.req_to_token), runner)
-
-
 def filled_requests(runner: ModelRunner, batch_size: int, context: int, vocab_size: int) -> list[Req]:
     """Returns requests that have a context in the cache and one token to decode."""
     reqs = [prompt_of(context, f"decode {index}", vocab_size) for index in range(batch_size)]
     for req in reqs:
-        while req.num_computed_tokens < context:
-            new = min(context - req.num_computed_tokens, runner.options.max_extend_tokens)
-            runner.forward(forward_batch(runner, ForwardMode.EXTEND, [req], [new]))
-            req.num_computed_tokens += new
+        fill_cache(runner, req, context)
         req.token_ids.append(1)
     return reqs
 
@@ -227,8 +219,7 @@ def measure_decode(runners: dict[str, ModelRunner], setting: Setting) -> list[di
             }
         )
         for name, runner in runners.items():
-            for req in reqs[name]:
-                release(req, runner.allocator, runner.req_to_token)
+            give_back(runner, reqs[name])
     return found
 
 
@@ -265,7 +256,7 @@ def measure_prefill(runners: dict[str, ModelRunner], setting: Setting) -> list[d
             }
         )
         for name, runner in runners.items():
-            release(reqs[name], runner.allocator, runner.req_to_token)
+            give_back(runner, [reqs[name]])
         found[-1]["first_token"] = in_turns(
             {name: _first_token(runners[name], length, model.vocab_size) for name in calls}, setting
         )
@@ -273,18 +264,8 @@ def measure_prefill(runners: dict[str, ModelRunner], setting: Setting) -> list[d
 
 
 def _first_token(runner: ModelRunner, length: int, vocab_size: int) -> Callable[[], Any]:
-    worker = TpModelWorker(runner)
-
-    def call() -> int:
-        req = prompt_of(length, "first", vocab_size)
-        batch = schedule(ForwardMode.EXTEND, [req], [length], runner.allocator, runner.req_to_token)
-        sampled = worker.forward_batch_generation(batch).sampled
-        assert sampled is not None
-        token: int = sampled.next_token_ids.tolist()[0]
-        release(req, runner.allocator, runner.req_to_token)
-        return token
-
-    return call
+    prompt_ids = prompt_of(length, "first", vocab_size).token_ids
+    return functools.partial(first_token, OfflineEngine(runner), prompt_ids)
 
 
 def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> dict[str, Any]:
@@ -297,9 +278,7 @@ def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> dict[st
         for index in range(batch_size):
             ids = prompt_of(8, f"engine {index}", vocab_size).token_ids
             engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_new))
-        while any(
-            one.num_missing_tokens > 1 for one in (*engine.scheduler.waiting, *engine.scheduler.running)
-        ):
+        while engine.num_prefilling:
             engine.step()
         engine.step()
         clock, decode_before, num_steps = PhaseClock(), runner.clock.phases_s.get("decode", 0.0), 0

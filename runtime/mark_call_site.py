@@ -7,6 +7,7 @@ checks what comes back against what tracing was told. Nothing here knows Dynamo 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,11 +53,14 @@ class FreshTensor:
     dtype: torch.dtype
     device: torch.device
 
+    @functools.cached_property
+    def _sizes(self) -> torch_private_sizes.SizesOfCall:
+        return torch_private_sizes.SizesOfCall([(self.shape, self.stride)])
+
     def empty(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> torch.Tensor:
         """Returns a tensor like it, contents undefined."""
         return torch.empty_strided(
-            _evaluate(self.shape, tensors, ints),
-            _evaluate(self.stride, tensors, ints),
+            *self._sizes.of(tensors, ints)[0],
             dtype=self.dtype,
             device=self.device,
         )
@@ -115,7 +119,10 @@ class CallSite:
             for leaf in self.argument_leaves
         ]
         arguments = tree.unflatten(self.arguments, leaves)
-        before = [(container, _items(container)) for container in _containers(arguments, self.arguments)]
+        before = [
+            (container, _items(container))
+            for container in (_containers(arguments, self.arguments) if self._has_containers else ())
+        ]
         args, kwargs = arguments
         result = mark.call_compiled(args, kwargs, lambda: self.stand_in(tensors, ints))
         for container, items in before:
@@ -127,20 +134,27 @@ class CallSite:
                 )
         return result
 
+    @functools.cached_property
+    def _has_containers(self) -> bool:
+        return any(map(_holds_containers, self.arguments.children))
+
+    @functools.cached_property
+    def _sizes(self) -> torch_private_sizes.SizesOfCall:
+        return torch_private_sizes.SizesOfCall(
+            [None if one.fresh is None else (one.fresh.shape, one.fresh.stride) for one in self.result_leaves]
+        )
+
     def stand_in(self, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> Callable[..., Any]:
         """Returns what gives results as tracing was told, contents undefined, for calls of this shape.
 
         It keeps none of the tensors.
         """
+        sizes = self._sizes.of(tensors, ints)
         fresh = [
             None
             if leaf.fresh is None
-            else dataclasses.replace(
-                leaf.fresh,
-                shape=_evaluate(leaf.fresh.shape, tensors, ints),
-                stride=_evaluate(leaf.fresh.stride, tensors, ints),
-            )
-            for leaf in self.result_leaves
+            else dataclasses.replace(leaf.fresh, shape=sizes[index][0], stride=sizes[index][1])
+            for index, leaf in enumerate(self.result_leaves)
         ]
 
         def results(*args: Any, **kwargs: Any) -> Any:
@@ -173,12 +187,13 @@ class CallSite:
         if found is not None:
             raise self._mismatch(found.replace("captured", "traced"))
         fresh: list[Any] = []
+        sizes = self._sizes.of(tensors, ints)
         for index, (leaf, plan) in enumerate(zip(leaves, self.result_leaves, strict=True)):
-            problem = _problem(leaf, plan, tensors, ints)
+            problem = _problem(leaf, plan, None if sizes[index] is None else sizes[index][0], tensors)
             if problem is not None:
                 raise self._mismatch(f"{tree.paths(spec, 'result')[index]}: {problem}")
             if plan.fresh is not None:
-                fresh.append(_with_strides(leaf, _evaluate(plan.fresh.stride, tensors, ints)))
+                fresh.append(_with_strides(leaf, sizes[index][1]))
         return fresh
 
     def _mismatch(self, what: str) -> MarkResultError:
@@ -190,8 +205,10 @@ class CallSite:
         )
 
 
-def _problem(leaf: Any, plan: ResultLeaf, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> str | None:
-    """Says how a leaf differs from its plan, or returns None."""
+def _problem(
+    leaf: Any, plan: ResultLeaf, shape: tuple[Any, ...] | None, tensors: Sequence[torch.Tensor]
+) -> str | None:
+    """Says how a leaf differs from its plan and, if it is to be fresh, its shape; or returns None."""
     if plan.kind == "constant":
         if type(leaf) is type(plan.value) and (leaf is plan.value or leaf == plan.value):
             return None
@@ -204,13 +221,10 @@ def _problem(leaf: Any, plan: ResultLeaf, tensors: Sequence[torch.Tensor], ints:
             return None
         return f"traced tensor argument {plan.index} itself, now another tensor"
     assert plan.fresh is not None
-    shape = _evaluate(plan.fresh.shape, tensors, ints)
-    traced, now = (
-        (shape, plan.fresh.dtype, plan.fresh.device.type),
-        (tuple(leaf.shape), leaf.dtype, leaf.device.type),
-    )
-    if traced != now:
-        return f"traced {traced}, now {now}"
+    is_same_kind = leaf.dtype == plan.fresh.dtype and leaf.device.type == plan.fresh.device.type
+    if not is_same_kind or leaf.shape != shape:
+        traced = (shape, plan.fresh.dtype, plan.fresh.device.type)
+        return f"traced {traced}, now {(tuple(leaf.shape), leaf.dtype, leaf.device.type)}"
     if leaf.numel() and any(torch_private.shares_memory(leaf, tensor) for tensor in tensors):
         return "traced a fresh tensor, now one that shares memory with an argument"
     return None
@@ -224,12 +238,6 @@ def _with_strides(leaf: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
-def _evaluate(
-    sizes: tuple[Size, ...], tensors: Sequence[torch.Tensor], ints: Sequence[Any]
-) -> tuple[Any, ...]:
-    return tuple(size if isinstance(size, int) else size.value(tensors, ints) for size in sizes)
-
-
 def _containers(value: Any, spec: tree.Spec) -> Iterator[Any]:
     """Yields the lists and dicts of a value that its structure names."""
     for key, child in zip(spec.keys, spec.children, strict=True):
@@ -239,6 +247,10 @@ def _containers(value: Any, spec: tree.Spec) -> Iterator[Any]:
         if child.kind is list or child.kind is dict:
             yield item
         yield from _containers(item, child)
+
+
+def _holds_containers(spec: tree.Spec) -> bool:
+    return any(child.kind in (list, dict) or _holds_containers(child) for child in spec.children)
 
 
 def _items(container: Any) -> list[Any]:

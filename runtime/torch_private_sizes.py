@@ -64,6 +64,44 @@ class SizeExpression:
         return hash(self._text)
 
 
+class SizesOfCall:
+    """Sizes of several results as functions of one call, looked up at once.
+
+    Args:
+        results: Sizes of each result, and its strides; None for one that has none.
+    """
+
+    def __init__(self, results: Sequence[tuple[_Sizes, _Sizes] | None]) -> None:
+        self._results = results
+        names: dict[str, _Quantity] = {}
+        for shape, stride in filter(None, results):
+            for size in (*shape, *stride):
+                if not isinstance(size, int):
+                    names.update(zip(map(str, size._symbols), size._quantities, strict=True))
+        self._quantities = list(names.values())
+        self._known: dict[tuple[int, ...], list[Any]] = {}
+
+    def of(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> list[Any]:
+        """Returns shape and stride of each result for these arguments, symbolic where they are."""
+        numbers = tuple([quantity.of(tensors, ints) for quantity in self._quantities])
+        are_known = all(type(one) is int for one in numbers)
+        found = self._known.get(numbers) if are_known else None
+        if found is None:
+            found = [
+                None if one is None else tuple(_evaluated(sizes, tensors, ints) for sizes in one)
+                for one in self._results
+            ]
+            if are_known:
+                if len(self._known) == _MANY_VALUES:
+                    self._known.clear()
+                self._known[numbers] = found
+        return found
+
+
+def _evaluated(sizes: _Sizes, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([size if isinstance(size, int) else size.value(tensors, ints) for size in sizes])
+
+
 class _Quantity:
     """One symbol of a `SizeExpression`: where its value stands in a call."""
 
@@ -79,6 +117,9 @@ class _Quantity:
             return ints[self._index]
         tensor = tensors[self._index]
         return tensor.stride(self._dimension) if self._is_stride else tensor.size(self._dimension)
+
+
+_Sizes = tuple[int | SizeExpression, ...]
 
 
 class SizeExpressions:

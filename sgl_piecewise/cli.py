@@ -18,6 +18,8 @@ from rich.text import Text
 from sgl_piecewise.models.loading import DEFAULT_MODEL
 
 from . import cli_generate, cli_profile
+from .comparison.end_to_end.options import end_to_end_options
+from .comparison.end_to_end.plans import DEFAULT_PLANS
 from .comparison.inputs import read_text
 from .comparison.language_model import ModelRequest, compare_language_model
 from .comparison.options import (
@@ -115,6 +117,31 @@ def compare(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random weights, random tokens and orders.")] = 0,
+    end_to_end: Annotated[
+        bool,
+        typer.Option(
+            "--end-to-end/--no-end-to-end",
+            help="Also serve the model under execution plans: time to first token, decode tokens/s.",
+        ),
+    ] = True,
+    plans: Annotated[
+        str, typer.Option(help="Comma-separated DECODE+EXTEND, each a strategy; one alone is both.")
+    ] = ",".join(DEFAULT_PLANS),
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option(help="Prompts to time. Default: 64,256,1024,2048 on CUDA, 16,32 on a CPU."),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(help="Requests that decode together. Default: 1,8,32 on CUDA, 1,2 on a CPU."),
+    ] = None,
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each before it decodes. Default: 1024 on CUDA, 16 on a CPU."),
+    ] = None,
+    attention: Annotated[
+        str, typer.Option(help="Attention backend of these plans: auto, torch, triton, flashinfer.")
+    ] = "auto",
     download: MayDownload = True,
     traceback: ShowsTraceback = False,
 ) -> None:
@@ -131,6 +158,17 @@ def compare(
             launch_segments=launch_segments,
             seed=seed,
         )
+        served_as = None
+        if end_to_end:
+            served_as = end_to_end_options(
+                torch_device,
+                sizes,
+                plans=parse_names(plans),
+                prompt_lengths=_sizes_or_none(prompt_lengths, "prompt lengths"),
+                batch_sizes=_sizes_or_none(batch_sizes, "batch sizes"),
+                context_tokens=context_tokens,
+                attention=attention,
+            )
         for path in (json, profile):
             if path is not None:
                 check_can_write(path)
@@ -147,13 +185,17 @@ def compare(
             command=("sgl-piecewise", *sys.argv[1:]),
         )
         with progress_bar() as on_progress:
-            report = compare_language_model(request, options, on_progress, profile)
+            report = compare_language_model(request, options, on_progress, profile, served_as)
         if json is not None:
             write_report(report, json)
             Console(stderr=True).print(Text(f"Wrote {json}"))
         print_report(report, Console())
     if report.has_failed:
         raise typer.Exit(EXIT_WRONG)
+
+
+def _sizes_or_none(text: str | None, what: str) -> tuple[int, ...] | None:
+    return None if text is None else parse_sizes(text, what)
 
 
 app.command()(cli_generate.generate)

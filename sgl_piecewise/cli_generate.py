@@ -31,7 +31,7 @@ from .console import (
 from .generation.engine import EngineOptions, OfflineEngine
 from .generation.printing import TokenPrinter, closing_line
 from .generation.requests import GenerationRequest
-from .generation.setup import EngineSetup, build_engine, load_for, plan_of, requests_of
+from .generation.setup import EngineSetup, LogprobOptions, build_engine, load_for, plan_of, requests_of
 
 
 def generate(
@@ -46,6 +46,16 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens of this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of random draws and of random weights.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a prompt's output.")] = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Print the log-probability of every new token.")
+    ] = False,
+    top_logprobs: Annotated[
+        int, typer.Option(help="Also print so many most likely tokens in each place; implies --logprobs.")
+    ] = 0,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(help="Also print those of the prompt's tokens after this one; implies --logprobs."),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A TOML file: how to compile and capture every forward mode.")
     ] = None,
@@ -115,9 +125,12 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stop_texts=tuple(stop or ()),
+                logprobs=LogprobOptions(prompt_start=prompt_logprobs, top_num=top_logprobs)
+                if logprobs or top_logprobs or prompt_logprobs is not None
+                else None,
             )
             engine = build_engine(setup, loaded, on_progress)
-        printer = TokenPrinter(Console(), num_prompts=len(requests), has_text=loaded.tokenizer is not None)
+        printer = TokenPrinter(Console(), num_prompts=len(requests), tokenizer=loaded.tokenizer)
         errors = Console(stderr=True, soft_wrap=True)
         _generate_and_tell(engine, requests, printer, errors, explains=explain)
     for message in printer.errors:

@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 SUFFIXES = {"none": "", "full": "_full", "breakable": "_piecewise"}
 """What a capture strategy adds to the name of a compiler in the names of cells."""
 
+CELLS = {
+    "eager": ("none", "none"),
+    "full": ("none", "full"),
+    "breakable": ("none", "breakable"),
+    "fx": ("fx", "none"),
+    "fx_full": ("fx", "full"),
+    "fx_piecewise": ("fx", "breakable"),
+    "tc": ("inductor", "none"),
+    "tc_full": ("inductor", "full"),
+    "tc_piecewise": ("inductor", "breakable"),
+}
+"""Compiler and capture strategy of the named cells of the grid."""
+
+BIT_KEEPING_COMPILERS = frozenset({"none", "fx"})
+"""Compilers whose pieces run the operators of eager in eager's order."""
+
 
 def capture(
     fn: Callable[..., Any],

@@ -10,7 +10,7 @@ import torch
 from sgl_piecewise import eager_on_graph
 from sgl_piecewise.comparison.arms import Arm, ArmSetup
 from sgl_piecewise.comparison.inputs import num_tokens_of, padded_to
-from sgl_piecewise.comparison.report import GraphMemory
+from sgl_piecewise.comparison.records import GraphMemory
 from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.records import BuildRecord, SizeBuild
 

@@ -17,21 +17,30 @@ from comparison_arms import SmallModel, check_schema, small_inputs
 from rich.console import Console
 
 from sgl_piecewise.comparison import compare, report_from_json, write_report
+from sgl_piecewise.comparison.end_to_end.report import (
+    DecodeRate,
+    EndToEndReport,
+    PhaseReport,
+    PlanAttention,
+    PlanReport,
+)
 from sgl_piecewise.comparison.intervals import median_of
-from sgl_piecewise.comparison.report import (
-    SCHEMA,
+from sgl_piecewise.comparison.records import (
     Case,
     CaseProblem,
     CaseTimes,
     CaseValues,
+    FirstDifference,
+    GraphMemory,
+    StrategyReport,
+)
+from sgl_piecewise.comparison.report import (
+    SCHEMA,
     ComparisonReport,
     EagerSweep,
     Environment,
-    FirstDifference,
-    GraphMemory,
     InputFacts,
     ModelFacts,
-    StrategyReport,
     check_can_write,
 )
 from sgl_piecewise.comparison.schema import schema_text
@@ -124,7 +133,9 @@ def gpu_strategy(strategy: str, latencies_ms: dict[int, float], **changes: Any) 
     return StrategyReport(**{**facts, **changes})
 
 
-def gpu_report(*others: StrategyReport, is_emulated: bool = False) -> ComparisonReport:
+def gpu_report(
+    *others: StrategyReport, is_emulated: bool = False, end_to_end: EndToEndReport | None = None
+) -> ComparisonReport:
     """A report as a GPU would give it, verdict included."""
     eager = gpu_strategy("eager", {count: EAGER_MS[count][0] for count in COUNTS})
     report = ComparisonReport(
@@ -149,6 +160,7 @@ def gpu_report(*others: StrategyReport, is_emulated: bool = False) -> Comparison
         eager_sweep=EagerSweep(first_s=5.0, warm_s=4.0, num_forwards=3),
         first_capture_s=0.1,
         strategies=(eager, *others),
+        end_to_end=EndToEndReport(why_none="they were not asked for") if end_to_end is None else end_to_end,
         verdict="",
     )
     return dataclasses.replace(report, verdict=verdict_of(report))
@@ -298,6 +310,84 @@ def test_a_size_out_of_memory_is_shown_as_such() -> None:
     text = shown(gpu_report(partial))
     assert "out of memory" in next(line for line in text.splitlines() if line.startswith(" 4096"))
     assert "full at 4096 tokens: out of memory: 1 GiB" in text
+
+
+def gpu_plan(plan: str, first_ms: float, step_ms: float, **changes: Any) -> PlanReport:
+    """A plan as a GPU would report it, at one prompt length and one batch size."""
+    is_eager = plan == "eager"
+    phases = [
+        PhaseReport(
+            times=(
+                CaseTimes(
+                    num_tokens=size,
+                    padded_size=size,
+                    **times_of(plan, latency, latency, None if is_eager else eager),
+                ),
+            )
+        )
+        for size, latency, eager in ((64, first_ms, 40.0), (8, step_ms, 30.0))
+    ]
+    rate = DecodeRate(batch_size=8, tokens_per_s=median_of([8e3 / step_ms] * 5))
+    facts: dict[str, Any] = {
+        "plan": plan,
+        "attention": PlanAttention(prompts="flashinfer", decode="triton"),
+        "status": "reference" if is_eager else "equal",
+        "first_token": phases[0],
+        "decode": phases[1],
+        "decode_rates": (rate,),
+    }
+    return PlanReport(**{**facts, **changes})
+
+
+END_TO_END = EndToEndReport(
+    why_none=None,
+    prompt_lengths=(64,),
+    batch_sizes=(8,),
+    context_tokens=1024,
+    plans=(
+        gpu_plan("eager", 40.0, 30.0),
+        gpu_plan("full+breakable", 12.0, 4.0),
+        gpu_plan(
+            "full",
+            11.0,
+            4.0,
+            status="left_out",
+            first_token=PhaseReport(),
+            decode=PhaseReport(),
+            decode_rates=(),
+            failure="why",
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_plans_have_a_table_of_their_own(width: int) -> None:
+    report = gpu_report(FULL, end_to_end=END_TO_END)
+    assert report_from_json(report.to_json()) == report
+    text = shown(report, width)
+    assert max(map(len, text.splitlines())) <= width
+    for fact in (
+        "triton+flashinfer",
+        "12.0 ±0.06 ms",
+        "0.30 [0.30, 0.30]",
+        "2000 ±0.00",
+        "left out",
+        "full end to end: why",
+    ):
+        assert fact in text, fact
+    assert "No end-to-end arms: they were not asked for." in shown(gpu_report(FULL))
+
+
+def test_verdict_says_which_plan_is_fastest_to_first_tokens_and_in_decoding() -> None:
+    verdict = gpu_report(FULL, end_to_end=END_TO_END).verdict
+    assert (
+        "To the first token of a prompt, at 64 tokens full+breakable is fastest (0.30 of eager's latency)."
+        in verdict
+    )
+    assert "Decoding, at 8 requests full+breakable is fastest (0.13 of eager's latency)." in verdict
+    assert "full was left out of the end-to-end arms: why." in verdict
+    assert "Decoding" not in gpu_report(FULL, end_to_end=END_TO_END, is_emulated=True).verdict
 
 
 # Verdict

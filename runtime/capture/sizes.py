@@ -30,34 +30,33 @@ class ShapeKey:
         return "fixed" if self.size is None else f"size={self.size}"
 
 
-def validate_capture_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+def validate_capture_sizes(sizes: Sequence[int], what: str = "capture_sizes") -> tuple[int, ...]:
     """Checks capture sizes and returns them as given, ascending.
 
     Args:
         sizes: Padded sizes, strictly ascending, each at least one.
+        what: What they are called, for errors.
 
     Raises:
         ConfigError: Empty, not integers, zero or negative, unsorted or repeated.
     """
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise ConfigError(
-            f"capture_sizes must be a list of integers, got {sizes!r}; write [{sizes}] for one size."
+            f"{what} must be a list of integers, got {sizes!r}; write [{sizes}] for one size."
             if isinstance(sizes, int)
-            else f"capture_sizes must be a list of integers, got {sizes!r}."
+            else f"{what} must be a list of integers, got {sizes!r}."
         )
     given = [_integer(size) for size in sizes]
     if not given:
-        raise ConfigError("capture_sizes is empty; give at least one size, for example [16, 64].")
+        raise ConfigError(f"{what} is empty; give at least one size, for example [16, 64].")
     for size in given:
         if size < 1:
-            raise ConfigError(f"capture_sizes holds {size}; every size must be at least 1.")
+            raise ConfigError(f"{what} holds {size}; every size must be at least 1.")
     for smaller, larger in itertools.pairwise(given):
         if smaller == larger:
-            raise ConfigError(f"capture_sizes holds {smaller} more than once; name each size once.")
+            raise ConfigError(f"{what} holds {smaller} more than once; name each size once.")
         if smaller > larger:
-            raise ConfigError(
-                f"capture_sizes must ascend, but {larger} stands after {smaller}. Sort the list."
-            )
+            raise ConfigError(f"{what} must ascend, but {larger} stands after {smaller}. Sort the list.")
     return tuple(given)
 
 

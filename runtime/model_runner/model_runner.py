@@ -17,7 +17,7 @@ import torch
 from ..attention.choice import attention_backend_class, build_attention_backend, resolve_attention_backend
 from ..attention.paged import PagedAttention
 from ..batch.forward_batch import ForwardBatch
-from ..batch.forward_mode import CaptureHiddenMode
+from ..batch.forward_mode import CaptureHiddenMode, ForwardMode
 from ..batch.positions import StartLocEncoding
 from ..capture.captured import ProgressCallback
 from ..capture.devices import graph_device_for

@@ -70,14 +70,19 @@ def capture_sizes(plan: ExecutionPlan, options: RunnerOptions) -> CaptureSizes:
     return CaptureSizes(requests=requests, tokens=tokens, request_slots=slots, rows=rows_of)
 
 
+_SPARE_TOKENS = 64  # A size to trace with equals no dimension of the model: the next that is free.
+
+
 def plan_limits(sizes: CaptureSizes, options: RunnerOptions) -> PlanLimits:
     """Returns the largest batch that attention is planned for, padding included."""
     most_requests = [options.max_requests, sizes.request_slots or 0]
     most_requests += [of_mode[-1] for of_mode in sizes.requests.values()]
     most_tokens = [padded_num_tokens(options.max_forward_tokens, options.token_multiple)]
     most_tokens += [of_mode[-1] * sizes.rows[mode] for mode, of_mode in sizes.requests.items()]
-    # Stand-in batches for capture are cut into requests of the longest context.
-    most_requests.append(-(-max(sizes.tokens, default=1) // options.max_context))
+    # Stand-in batches are cut into requests of the longest context; one to trace with may be over the largest size.
+    most_stand_in = max(sizes.tokens, default=1) + _SPARE_TOKENS
+    most_requests.append(-(-most_stand_in // options.max_context))
+    most_tokens.append(most_stand_in)
     return PlanLimits(
         max_requests=max(most_requests), max_tokens=max(most_tokens), max_context=options.max_context
     )

@@ -9,13 +9,14 @@ Shapes: `T` tokens, `N` rows, `E` hidden, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..attention.base import AttentionSpec
 
 
+@runtime_checkable
 class ServedModel(Protocol):
     """A decoder model with its weights in place."""
 

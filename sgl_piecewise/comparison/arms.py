@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sgl_piecewise.entry import (
+    BIT_KEEPING_COMPILERS,
     capture,
     cell_name,
     compiled_forward,
@@ -26,7 +27,7 @@ from sgl_piecewise.runtime.capture.sizes import ShapeKey
 from sgl_piecewise.runtime.mark import noted_marks
 from sgl_piecewise.runtime.records import IMPORT, BuildRecord, PhaseClock
 
-from .report import GraphMemory
+from .records import GraphMemory
 
 if TYPE_CHECKING:
     from sgl_piecewise.compiler.forward import CompiledForward
@@ -139,7 +140,7 @@ class CapturedArm(Arm):
         self._setup = setup
         self._strategy: Literal["breakable", "full"] = strategy
         self._compiler = compiler
-        self.keeps_bits = compiler in _BIT_KEEPING
+        self.keeps_bits = compiler is None or compiler in BIT_KEEPING_COMPILERS
         self.piece_compiler = compiler if strategy == "breakable" else None
         self._built: CapturedCallable | None = None
 
@@ -210,7 +211,7 @@ class CompiledArm(Arm):
     def __init__(self, setup: ArmSetup, compiler: str) -> None:
         self._setup = setup
         self._compiler = compiler
-        self.keeps_bits = compiler in _BIT_KEEPING
+        self.keeps_bits = compiler in BIT_KEEPING_COMPILERS
         self._forward: CompiledForward | None = None
         self._break_names: tuple[str, ...] = ()
 
@@ -269,9 +270,6 @@ class CompiledArm(Arm):
     def close(self) -> None:
         self._forward = None
 
-
-# Compilers whose pieces run the operators of eager in eager's order.
-_BIT_KEEPING = frozenset({None, "fx"})
 
 STRATEGIES: dict[str, Callable[[ArmSetup], Arm]] = {
     "eager": EagerArm,

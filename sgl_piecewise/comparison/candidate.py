@@ -16,7 +16,7 @@ from sgl_piecewise.runtime.records import BuildRecord
 
 from .arms import Arm
 from .options import REFERENCE
-from .report import (
+from .records import (
     CaseProblem,
     CaseTimes,
     CaseValues,
@@ -25,7 +25,7 @@ from .report import (
     Status,
     StrategyReport,
 )
-from .tolerance import MOST_EXCUSED
+from .tolerance import excused_in_words
 
 
 @dataclass
@@ -108,13 +108,9 @@ class Candidate:
 
     def judge_excused(self) -> None:
         """Notes a failure where more next tokens were excused as ties than chance makes likely."""
-        num_excused = sum(entry.num_excused for entry in self.values)
-        num_rows = sum(entry.num_rows for entry in self.values)
-        if num_excused > MOST_EXCUSED * num_rows and self.takes_part:
-            self.failure = (
-                f"{num_excused} of {num_rows} rows have another next token than padded eager. Each is a tie within the "
-                f"rounding error, but more than {MOST_EXCUSED:.0%} are too many to be chance"
-            )
+        too_many = excused_in_words(self.values)
+        if too_many is not None and self.takes_part:
+            self.failure = too_many
 
     def report(self) -> StrategyReport:
         """Returns what was found; without times unless the values are right."""

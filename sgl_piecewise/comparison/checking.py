@@ -7,7 +7,6 @@ seeded random order for the same reason.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +18,10 @@ from sgl_piecewise.runtime.errors import ConfigError
 
 from .candidate import Candidate
 from .inputs import InputSet, padded_to
-from .report import CaseValues, FirstDifference
-from .tolerance import closeness, wide_model
-from .values import first_difference, max_abs_difference, next_token_agreement
+from .judging import Outputs, differences, judge, worst
+from .records import CaseValues
+from .tolerance import wide_model
+from .values import first_difference
 
 Model = Callable[..., torch.Tensor]
 
@@ -117,7 +117,7 @@ class _CountCheck:
                     found[candidate.strategy].append(entry)
         for candidate in self._candidates:
             if found[candidate.strategy]:
-                candidate.values.append(_worst(found[candidate.strategy]))
+                candidate.values.append(worst(found[candidate.strategy]))
 
     def _check_input(
         self, candidate: Candidate, input_index: int, references: dict[tuple[Model, int], torch.Tensor]
@@ -128,33 +128,26 @@ class _CountCheck:
         padded_size = self._compared_size(candidate)
         reference = self._reference(self._model, arguments, padded_size, references)
         if candidate.is_reference:
-            return _differences(reference, eager, eager, count, padded_size)
+            return differences(reference, eager, eager, count, padded_size)
         got = candidate.run(arguments, count)
         if got is None:
             return None
         if candidate.can_run(self._other.num_tokens):
             candidate.run(self._other.inputs[0], self._other.num_tokens)
-        close = None
-        if candidate.arm.keeps_bits or got.shape != reference.shape or got.dtype != reference.dtype:
-            wrong = _first_wrong(reference, got)
-        else:
+        wide = None
+        if not candidate.arm.keeps_bits:
             assert self._wide is not None, "made before the check"
             wide = self._reference(self._wide, arguments, padded_size, references)
-            close = closeness(wide, reference, got)
-            wrong = close.first_wrong
-        if wrong is not None:
-            candidate.first_difference = _difference_at(
-                wrong, reference, got, self._inputs, input_index, padded_size
-            )
-            _check_repeatable(self._model, padded_to(arguments, padded_size), reference)
-        if got.shape != reference.shape:
-            return None
-        entry = _differences(reference, eager, got, count, padded_size)
-        if close is None:
-            return entry
-        return dataclasses.replace(
-            entry, max_error=close.max_error, eager_error=close.eager_error, num_excused=close.num_excused
+        found = judge(
+            Outputs(reference=reference, eager=eager, got=got, wide=wide),
+            num_tokens=count,
+            padded_size=padded_size,
+            input_index=input_index,
         )
+        if found.first_difference is not None:
+            candidate.first_difference = found.first_difference
+            _check_repeatable(self._model, padded_to(arguments, padded_size), reference)
+        return found.values
 
     def _reference(
         self,
@@ -198,35 +191,6 @@ def checked_output(output: object, num_rows: int) -> torch.Tensor:
     )
 
 
-def _first_wrong(reference: torch.Tensor, got: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns where the bits differ first, an empty index for another shape or dtype, or None."""
-    if got.shape != reference.shape or got.dtype != reference.dtype:
-        return ()
-    return first_difference(reference, got)
-
-
-def _difference_at(
-    index: tuple[int, ...],
-    reference: torch.Tensor,
-    got: torch.Tensor,
-    inputs: InputSet,
-    input_index: int,
-    padded_size: int,
-) -> FirstDifference:
-    """Describes a difference with both sides."""
-    expected_text, got_text = (
-        repr(one[index].item()) if index else f"{one.dtype} {list(one.shape)}" for one in (reference, got)
-    )
-    return FirstDifference(
-        num_tokens=inputs.num_tokens,
-        padded_size=padded_size,
-        input_index=input_index,
-        index=index,
-        expected=expected_text,
-        got=got_text,
-    )
-
-
 def _check_repeatable(model: Model, padded: tuple[Any, ...], reference: torch.Tensor) -> None:
     """A strategy is not to blame for a model that differs from itself."""
     again = model(*padded)[: reference.shape[0]]
@@ -237,37 +201,3 @@ def _check_repeatable(model: Model, padded: tuple[Any, ...], reference: torch.Te
             f"{reference[index].item()!r} and {again[index].item()!r} at {list(index)}, so nothing can be "
             "compared bit for bit. Put it in eval mode, or use torch.use_deterministic_algorithms(True)."
         )
-
-
-def _differences(
-    reference: torch.Tensor, eager: torch.Tensor, got: torch.Tensor, count: int, padded_size: int
-) -> CaseValues:
-    return CaseValues(
-        num_tokens=count,
-        padded_size=padded_size,
-        max_diff_to_padded_eager=max_abs_difference(reference, got),
-        max_diff_to_eager=max_abs_difference(eager, got),
-        next_token_agreement=next_token_agreement(eager, got),
-        num_rows=count,
-    )
-
-
-def _worst(entries: Sequence[CaseValues]) -> CaseValues:
-    """Joins the entries of a token count's inputs: the largest difference, the mean agreement."""
-
-    def largest(differences: list[float | None]) -> float | None:
-        finite = [difference for difference in differences if difference is not None]
-        return max(finite) if len(finite) == len(differences) else None
-
-    agreements = [entry.next_token_agreement for entry in entries if entry.next_token_agreement is not None]
-    return CaseValues(
-        num_tokens=entries[0].num_tokens,
-        padded_size=entries[0].padded_size,
-        max_diff_to_padded_eager=largest([entry.max_diff_to_padded_eager for entry in entries]),
-        max_diff_to_eager=largest([entry.max_diff_to_eager for entry in entries]),
-        next_token_agreement=sum(agreements) / len(agreements) if agreements else None,
-        max_error=largest([entry.max_error for entry in entries]),
-        eager_error=largest([entry.eager_error for entry in entries]),
-        num_excused=sum(entry.num_excused for entry in entries),
-        num_rows=sum(entry.num_rows for entry in entries),
-    )

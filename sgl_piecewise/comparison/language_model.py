@@ -19,6 +19,8 @@ from sgl_piecewise.runtime.context import ForwardContext
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.records import PhaseClock
 
+from .end_to_end.arm import ServedSubject
+from .end_to_end.options import EndToEndOptions
 from .inputs import InputFacts, Text, random_tokens, tokens_of_text, windows_of_tokens
 from .measure import Subject, count_parameters, run_comparison
 from .options import CompareOptions
@@ -60,6 +62,7 @@ def compare_language_model(
     options: CompareOptions,
     on_progress: ProgressCallback | None = None,
     profile: Path | None = None,
+    end_to_end: EndToEndOptions | None = None,
 ) -> ComparisonReport:
     """Loads the model, tokenizes the text and runs the comparison.
 
@@ -68,6 +71,7 @@ def compare_language_model(
         options: The comparison.
         on_progress: Called with a phase's name, steps done and steps in all.
         profile: File for the profile of the builds.
+        end_to_end: Also run the model under execution plans, on the text; None for no such arms.
 
     Raises:
         ConfigError: A name or size that cannot be used.
@@ -111,9 +115,10 @@ def compare_language_model(
             is_repeated=is_repeated,
             is_random=input_facts.is_random,
         ),
+        served=ServedSubject(model=loaded.model, tokenizer=loaded.tokenizer, ids=tuple(ids)),
         command=request.command,
     )
-    return run_comparison(subject, options, on_progress, profile)
+    return run_comparison(subject, options, on_progress, profile, end_to_end)
 
 
 def _tokens(

@@ -24,19 +24,29 @@ from sgl_piecewise.runtime.capture.devices import graph_device_for
 from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.runners.served_model import ServedModel
 from sgl_piecewise.runtime.stopwatch import Stopwatch, stopwatch_for
 from sgl_piecewise.runtime.time_line import CONTAINER, span
 
 from .arms import STRATEGIES, ArmSetup
 from .candidate import Candidate
 from .checking import Model, check_values
+from .end_to_end.arm import ServedSubject
+from .end_to_end.measure import check_end_to_end, run_end_to_end
+from .end_to_end.options import EndToEndOptions
+from .end_to_end.report import EndToEndReport
 from .environment import seen_clocks, seen_environment
-from .inputs import InputSet, cut_to, group_by_tokens, padded_to
+from .inputs import InputSet, cut_to, group_by_tokens, padded_to, random_tokens
 from .options import DEFAULT_STRATEGIES, CompareOptions, default_num_rounds
 from .plain import to_plain
-from .report import Case, ComparisonReport, EagerSweep, InputFacts, ModelFacts
+from .progress import no_progress, prefixed
+from .records import Case
+from .report import ComparisonReport, EagerSweep, InputFacts, ModelFacts
 from .timing import measure_times
 from .verdict import verdict_of
+
+NUM_RANDOM_TOKENS = 8192
+"""Tokens in a row that prompts are cut from where the caller gave a model and no text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,7 @@ class Subject:
         context: The forward context of every run; None keeps the caller's.
         model_facts: For the report.
         input_facts: For the report.
+        served: What the engine serves, for end-to-end arms; or why it cannot serve the model.
         command: The command line, if there was one.
     """
 
@@ -59,6 +70,7 @@ class Subject:
     context: ForwardContext | None
     model_facts: ModelFacts
     input_facts: InputFacts
+    served: ServedSubject | str
     command: tuple[str, ...] | None = None
 
 
@@ -73,6 +85,7 @@ def compare(
     num_warm_ups: int = 1,
     launch_segments: bool | None = None,
     seed: int = 0,
+    end_to_end: EndToEndOptions | None = None,
     on_progress: ProgressCallback | None = None,
     profile: str | os.PathLike[str] | None = None,
 ) -> ComparisonReport:
@@ -90,6 +103,8 @@ def compare(
         num_warm_ups: Untimed calls of each strategy before them.
         launch_segments: Whether closed segments run while capturing; None is capture's default.
         seed: Of the order of strategies in a round and of token counts in the value check.
+        end_to_end: Also run the model under execution plans, on random tokens; None for no such arms. A model
+            that the execution layer cannot serve has none, and the report says why.
         on_progress: Called with a phase's name, steps done and steps in all.
         profile: File for the profile of the builds as JSON.
 
@@ -122,8 +137,9 @@ def compare(
         input_facts=InputFacts(
             source="given by the caller", num_tokens=None, is_repeated=False, is_random=False
         ),
+        served=_served(model, seed),
     )
-    return run_comparison(subject, options, on_progress, profile)
+    return run_comparison(subject, options, on_progress, profile, end_to_end)
 
 
 def run_comparison(
@@ -131,19 +147,22 @@ def run_comparison(
     options: CompareOptions,
     on_progress: ProgressCallback | None = None,
     profile: str | os.PathLike[str] | None = None,
+    end_to_end: EndToEndOptions | None = None,
 ) -> ComparisonReport:
     """Runs a comparison whose subject is ready; see `compare`.
 
     Raises:
         ConfigError: The longest input does not fit the largest capture size, or see `compare`.
     """
-    progress: ProgressCallback = on_progress if on_progress is not None else _no_progress
+    progress: ProgressCallback = on_progress if on_progress is not None else no_progress
     largest, longest = options.capture_sizes[-1], subject.input_sets[-1].num_tokens
     if longest > largest:
         raise ConfigError(
             f"An input has {longest} tokens, but the largest capture size is {largest}. Add a size of at "
             f"least {longest}, or leave the input out."
         )
+    if end_to_end is not None and not isinstance(subject.served, str):
+        check_end_to_end(subject.served, end_to_end, options)
     stopwatch = stopwatch_for(subject.device.torch_device)
     clocks = seen_clocks(subject.device.torch_device, "before")
     with _forwards(subject.context), contextlib.ExitStack() as cleanup:
@@ -164,11 +183,13 @@ def run_comparison(
             seed=options.seed,
             on_progress=progress,
         )
+    # The graphs above are freed: the arms below have the memory to themselves.
+    plans = _end_to_end(subject, end_to_end, options, progress)
     clocks += seen_clocks(subject.device.torch_device, "after")
     report = ComparisonReport(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=subject.command,
-        options=to_plain(options),
+        options=to_plain(options) | {"end_to_end": to_plain(end_to_end)},
         environment=seen_environment(subject.device, clocks),
         model=subject.model_facts,
         inputs=subject.input_facts,
@@ -177,9 +198,21 @@ def run_comparison(
         eager_sweep=sweep,
         first_capture_s=first_capture_s,
         strategies=tuple(candidate.report() for candidate in candidates),
+        end_to_end=plans,
         verdict="",
     )
     return dataclasses.replace(report, verdict=verdict_of(report))
+
+
+def _end_to_end(
+    subject: Subject, asked: EndToEndOptions | None, options: CompareOptions, progress: ProgressCallback
+) -> EndToEndReport:
+    if asked is None:
+        return EndToEndReport(why_none="they were not asked for")
+    if isinstance(subject.served, str):
+        return EndToEndReport(why_none=subject.served)
+    with torch.inference_mode():
+        return run_end_to_end(subject.served, asked, options, progress)
 
 
 def _build_candidates(
@@ -203,7 +236,7 @@ def _build_candidates(
         cleanup.callback(arm.close)
         candidate = Candidate(strategy=strategy, arm=arm)
         with span(f"build {strategy}", CONTAINER):
-            candidate.build_arm(_prefixed(progress, strategy))
+            candidate.build_arm(prefixed(progress, strategy))
         candidates.append(candidate)
     return candidates
 
@@ -286,6 +319,17 @@ def _device_of(input_sets: Sequence[InputSet]) -> torch.device:
     return next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
 
 
+def _served(model: Model, seed: int) -> ServedSubject | str:
+    """Returns the model as the engine serves it, with random tokens; or why it cannot."""
+    if not isinstance(model, ServedModel):
+        return (
+            f"{type(model).__name__} is no model that the execution layer serves: it says nothing of attention layers, "
+            "so it has no KV pool"
+        )
+    ids, _ = random_tokens(NUM_RANDOM_TOKENS, model.vocab_size, seed)
+    return ServedSubject(model=model, tokenizer=None, ids=tuple(ids))
+
+
 def _facts_of(model: Model) -> ModelFacts:
     """Facts of a model that came as an object."""
     name = getattr(model, "__qualname__", type(model).__qualname__)
@@ -302,11 +346,3 @@ def _facts_of(model: Model) -> ModelFacts:
 def count_parameters(module: torch.nn.Module) -> int:
     """Returns the elements of a module's parameters, shared ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _prefixed(progress: ProgressCallback, prefix: str) -> ProgressCallback:
-    return lambda phase, done, total: progress(f"{prefix}: {phase}", done, total)
-
-
-def _no_progress(phase: str, done: int, total: int) -> None:
-    """For callers who do not watch."""

@@ -64,6 +64,11 @@ class CompareOptions:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}.")
 
+    @property
+    def num_timed_steps(self) -> int:
+        """Calls of each strategy at one token count, warm-ups included."""
+        return self.num_warm_ups + self.num_rounds
+
 
 def checked_strategies(names: Iterable[str]) -> tuple[str, ...]:
     """Returns the names with the reference first, adding it where it is left out.

@@ -10,35 +10,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .report import ComparisonReport, StrategyReport
-from .verdict import difference_in_words
-from .words import counted, in_words_bytes, in_words_s, three_digits, time_scale
-
-_LABEL_WIDTH = 20
-_NARROW_CELL_WIDTH = 18
-_WIDE_CELL_WIDTH = 36
-_COLUMN_GAP = 1
-_EDGES = 2
+from .end_to_end.table import plan_notes, rendered_plans
+from .findings import difference_in_words
+from .layout import Layout, agreement, error_ratio, largest_difference, status_cell
+from .records import StrategyReport
+from .report import ComparisonReport
+from .words import counted, in_words_bytes, in_words_s
 
 Cell = Callable[[StrategyReport], "str | Text"]
 
 
 def rendered_report(report: ComparisonReport, width: int) -> RenderableType:
     """Returns title, table, notes and verdict for a console of ``width`` columns."""
-    room = width - _LABEL_WIDTH - _EDGES
-    has_wide_cells = room >= len(report.strategies) * (_WIDE_CELL_WIDTH + _COLUMN_GAP)
-    cell_width = _WIDE_CELL_WIDTH if has_wide_cells else _NARROW_CELL_WIDTH
-    per_table = max(2, room // (cell_width + _COLUMN_GAP))
+    layout = Layout(width, len(report.strategies))
     others = report.strategies[1:]
-    chunks = [others[start : start + per_table - 1] for start in range(0, len(others), per_table - 1)]
-    tables = [_table(report, (report.eager, *chunk), has_wide_cells) for chunk in chunks or [()]]
+    tables = [
+        _table(report, (report.eager, *(others[index] for index in group)), layout)
+        for group in layout.groups(len(others))
+    ]
     parts: list[RenderableType] = [_title(report), *tables, _legend(report)]
+    parts.append(Padding(rendered_plans(report.end_to_end, width), (1, 0, 0, 0)))
     notes = _notes(report)
     if notes:
         parts.append(Padding(notes, (1, 0, 0, 0)))
@@ -75,22 +71,13 @@ def _title(report: ComparisonReport) -> Text:
     return title
 
 
-def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_wide_cells: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
-    table.add_column("strategy", width=_LABEL_WIDTH, no_wrap=False)
-    for strategy in strategies:
-        table.add_column(
-            strategy.strategy,
-            justify="right",
-            min_width=_NARROW_CELL_WIDTH,
-            style="red" if strategy.has_failed else "",
-            header_style="bold red" if strategy.has_failed else "bold",
-        )
+def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], layout: Layout) -> Table:
+    table = layout.table("strategy", [(strategy.strategy, strategy.has_failed) for strategy in strategies])
 
     def add(label: str, cell: Cell, ends_section: bool = False) -> None:
         table.add_row(label, *(cell(strategy) for strategy in strategies), end_section=ends_section)
 
-    add("values", _status, True)
+    add("values", lambda s: status_cell(s.status), True)
     add("build", lambda s: "-" if s.build is None else in_words_s(s.build.total_s))
     for phase in _phases(strategies):
         add(f" {phase.replace('_', ' ')}", functools.partial(_phase, phase=phase))
@@ -110,30 +97,19 @@ def _table(report: ComparisonReport, strategies: Sequence[StrategyReport], has_w
     if any(strategy.memory is not None and strategy.memory.estimate for strategy in strategies):
         add(" estimated", _estimate)
     add(" driver's own", _driver, True)
-    add("max difference", lambda s: _largest_difference(s, "max_diff_to_padded_eager"))
-    add(" unpadded", lambda s: _largest_difference(s, "max_diff_to_eager"))
+    add("max difference", lambda s: largest_difference(s.values, "max_diff_to_padded_eager"))
+    add(" unpadded", lambda s: largest_difference(s.values, "max_diff_to_eager"))
     if any(strategy.status == "close" for strategy in report.strategies):
-        add("/ eager's error", _error_ratio)
-    add("next token", _agreement, True)
-    add("tokens", lambda s: _latency_head(s, has_wide_cells))
+        add("/ eager's error", lambda s: error_ratio(s.values))
+    add("next token", lambda s: agreement(s.values), True)
+    add("tokens", lambda s: layout.head("latency", s.status == "reference"))
     for case in report.cases:
         label = str(case.num_tokens)
         if case.num_tokens != case.capture_size:
             label += f" in {case.capture_size}"
-        cell = functools.partial(_latency, num_tokens=case.num_tokens, has_wide_cells=has_wide_cells)
+        cell = functools.partial(_latency, num_tokens=case.num_tokens, layout=layout)
         add(label, cell)
     return table
-
-
-def _status(strategy: StrategyReport) -> Text:
-    words = {
-        "reference": Text("reference"),
-        "equal": Text("bit-equal", style="green"),
-        "close": Text("within tolerance", style="green"),
-        "wrong": Text("WRONG", style="bold red"),
-        "failed": Text("FAILED", style="bold red"),
-    }
-    return words[strategy.status]
 
 
 def _phases(strategies: Sequence[StrategyReport]) -> list[str]:
@@ -164,16 +140,6 @@ def _build_ratio(report: ComparisonReport, strategy: StrategyReport) -> str:
 def _compile_share(strategy: StrategyReport) -> str:
     share = None if strategy.build is None else strategy.build.compile_share
     return "-" if not share else f"{share:.0%}"
-
-
-def _error_ratio(strategy: StrategyReport) -> str:
-    """How many times eager's own error against the wide model the strategy's is, at the worst token count."""
-    ratios = [
-        entry.max_error / entry.eager_error
-        for entry in strategy.values
-        if entry.max_error is not None and entry.eager_error
-    ]
-    return f"{max(ratios):.2f}" if ratios else "-"
 
 
 def _segments(strategy: StrategyReport, what: str) -> str:
@@ -207,55 +173,9 @@ def _driver(strategy: StrategyReport) -> str:
     return f"{in_words_bytes(strategy.memory.driver_bytes)}\n{in_words_bytes(each)} each"
 
 
-def _largest_difference(strategy: StrategyReport, what: str) -> str:
-    differences = [getattr(entry, what) for entry in strategy.values]
-    if not differences:
-        return "-"
-    if None in differences:
-        return "not finite"
-    largest = max(differences)
-    return "0" if largest == 0 else f"{largest:.2g}"
-
-
-def _agreement(strategy: StrategyReport) -> str:
-    shares = [
-        entry.next_token_agreement for entry in strategy.values if entry.next_token_agreement is not None
-    ]
-    if not shares:
-        return "-"
-    least = min(shares)
-    return "100 %" if least == 1.0 else f">= {100 * least:.2f} %"
-
-
-def _latency_head(strategy: StrategyReport, has_wide_cells: bool) -> Text:
-    if strategy.status == "reference":
-        return Text("latency", style="bold")
-    joint = "   " if has_wide_cells else "\n"
-    return Text(f"latency{joint}ratio to eager", style="bold")
-
-
-def _latency(strategy: StrategyReport, num_tokens: int, has_wide_cells: bool) -> str:
+def _latency(strategy: StrategyReport, num_tokens: int, layout: Layout) -> str:
     problem = strategy.problem_at(num_tokens)
-    if problem is not None:
-        return _short(problem.reason)
-    times = strategy.times_at(num_tokens)
-    if times is None:
-        return "no speed"
-    scale, unit = time_scale(times.latency_s.value)
-    value, spread = times.latency_s.value * scale, times.latency_s.spread * scale
-    latency = f"{three_digits(value)} ±{three_digits(spread)} {unit}"
-    if times.ratio_to_eager is None:
-        return latency
-    ratio = times.ratio_to_eager
-    interval = f"{three_digits(ratio.value)} [{three_digits(ratio.low)}, {three_digits(ratio.high)}]"
-    return f"{latency:>16} {interval:>19}" if has_wide_cells else f"{latency}\n{interval}"
-
-
-def _short(reason: str) -> str:
-    """What fits a cell; the notes have the rest."""
-    if "out of memory" in reason.lower():
-        return "out of memory"
-    return "no graph"
+    return layout.latency(strategy.times_at(num_tokens), None if problem is None else problem.reason)
 
 
 def _legend(report: ComparisonReport) -> Text:
@@ -280,7 +200,7 @@ def _notes(report: ComparisonReport) -> Text | None:
         if strategy.failure is not None:
             lines.append(f"{strategy.strategy} FAILED: {strategy.failure}")
         if strategy.first_difference is not None:
-            lines.append(f"{strategy.strategy} is WRONG {difference_in_words(strategy)}.")
+            lines.append(f"{strategy.strategy} is WRONG {difference_in_words(strategy.first_difference)}.")
         sizes = strategy.build.sizes if strategy.build is not None else ()
         estimate = strategy.memory.estimate if strategy.memory is not None else None
         if estimate is not None and estimate.missing_because is not None:
@@ -294,4 +214,5 @@ def _notes(report: ComparisonReport) -> Text | None:
             f"{strategy.strategy} at {problem.num_tokens} tokens: {problem.reason}"
             for problem in strategy.problems
         )
+    lines.extend(plan_notes(report.end_to_end))
     return Text("\n".join(lines), style="red") if lines else None

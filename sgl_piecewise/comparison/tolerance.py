@@ -10,12 +10,13 @@ Source: the rule of lm-evaluation style teacher forcing, with the tolerance meas
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .records import CaseValues
 from .values import max_abs_difference
 
 ERROR_FACTOR = 4.0
@@ -123,9 +124,7 @@ def wide_model(model: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     owner = model if isinstance(model, torch.nn.Module) else getattr(model, "__self__", None)
     if not isinstance(owner, torch.nn.Module):
         return None
-    dtypes = [parameter.dtype for parameter in owner.parameters() if parameter.is_floating_point()]
-    dtype = wide_dtype(dtypes[0]) if dtypes else torch.float64
-    wide = copy.deepcopy(owner).to(dtype)
+    wide, dtype = widened(owner)
     function: Any = wide if owner is model else getattr(wide, model.__name__)
 
     def run(*arguments: Any) -> torch.Tensor:
@@ -133,6 +132,25 @@ def wide_model(model: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return result
 
     return run
+
+
+def widened(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.dtype]:
+    """Returns a copy of a module in the wide dtype, and that dtype."""
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    dtype = wide_dtype(dtypes[0]) if dtypes else torch.float64
+    return copy.deepcopy(module).to(dtype), dtype
+
+
+def excused_in_words(entries: Sequence[CaseValues]) -> str | None:
+    """Returns what is wrong where more next tokens were excused as ties than chance makes likely, or None."""
+    num_excused = sum(entry.num_excused for entry in entries)
+    num_rows = sum(entry.num_rows for entry in entries)
+    if num_excused <= MOST_EXCUSED * num_rows:
+        return None
+    return (
+        f"{num_excused} of {num_rows} rows have another next token than padded eager. Each is a tie within the "
+        f"rounding error, but more than {MOST_EXCUSED:.0%} are too many to be chance"
+    )
 
 
 def _widened(argument: Any, dtype: torch.dtype) -> Any:

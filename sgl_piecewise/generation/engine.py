@@ -19,6 +19,7 @@ from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.sampler.sampler import INVALID_TOKEN, invalid_logits
 from sgl_piecewise.runtime.worker.worker import TpModelWorker, WorkerOptions
 
+from .logprobs import StepLogprobs, TokenLogprob
 from .requests import FinishReason, GenerationOutput, GenerationRequest, RunningRequest, TokenEvent
 from .scheduler import Scheduler, SchedulerOptions
 from .text import TextStream
@@ -82,14 +83,15 @@ class OfflineEngine:
         Raises:
             BatchError: The prompt is empty, or holds a token id that is out of range.
             ConfigError: It is longer than the model, a request or the pool may be; stop texts
-                without a tokenizer; or its name is taken.
+                without a tokenizer; more likely tokens than there are; or its name is taken.
         """
         name = self._next_name() if request.request_id is None else request.request_id
         if name in self._names:
             raise ConfigError(f"A request is named {name!r} already; name each once.")
-        req = Req.of_prompt(name, request.prompt_ids, sampling=request.sampling)
+        req = Req.of_prompt(name, request.prompt_ids, sampling=request.sampling, logprobs=request.logprobs)
         req.check(vocab_size=self.runner.model.vocab_size)
         self._check_length(name, request)
+        self._check_logprobs(name, request)
         if request.stop_texts and self._tokenizer is None:
             raise ConfigError(f"Request {name!r} has stop_texts, and without a tokenizer there is no text.")
         self._num_requests += 1
@@ -103,6 +105,17 @@ class OfflineEngine:
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def num_prefilling(self) -> int:
+        """Requests whose prompt is not through yet, waiting ones included."""
+        members = (*self.scheduler.waiting, *self.scheduler.running)
+        return sum(one.num_new_tokens == 0 for one in members)
+
+    def drop_all(self) -> None:
+        """Forgets every request and gives back what it held."""
+        self.scheduler.drop_all()
+        self._names.clear()
 
     def step(self) -> list[TokenEvent]:
         """Runs one forward.
@@ -125,12 +138,18 @@ class OfflineEngine:
             sampled = result.tokens()
             assert sampled is not None, "a generating forward samples"
             token_ids = sampled.next_token_ids.tolist()
+            logprobs = None if sampled.logprobs is None else StepLogprobs(sampled.logprobs)
             events = []
-            for one, new, token_id in zip(members, num_new, token_ids, strict=True):
+            for index, (one, new, token_id) in enumerate(zip(members, num_new, token_ids, strict=True)):
+                if logprobs is not None:
+                    one.take_prompt_logprobs(logprobs, index)
                 one.req.num_computed_tokens += new
                 release_out_of_window(one.req, runner.pool, runner.allocator, runner.req_to_token)
                 if one.num_missing_tokens == 0:
-                    events.append(self._advance(one, token_id))
+                    logprob = None
+                    if logprobs is not None and one.request.logprobs is not None:
+                        logprob = logprobs.of_next_token(index, token_id)
+                    events.append(self._advance(one, token_id, logprob))
             return events
 
     def stream(self, requests: Iterable[GenerationRequest]) -> Iterator[TokenEvent]:
@@ -197,8 +216,7 @@ class OfflineEngine:
         try:
             yield names
         finally:
-            self.scheduler.drop_all()
-            self._names.clear()
+            self.drop_all()
             self._is_at_work = False
 
     def _next_name(self) -> str:
@@ -220,9 +238,10 @@ class OfflineEngine:
             raise
         return names
 
-    def _advance(self, one: RunningRequest, token_id: int) -> TokenEvent:
+    def _advance(self, one: RunningRequest, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
         """Gives a request its token, or ends it."""
         name = one.req.request_id
+        prompt_logprobs = tuple(one.prompt_logprobs) if one.num_new_tokens == 0 else ()
         if token_id == INVALID_TOKEN:
             self._end(one)
             return TokenEvent(
@@ -231,6 +250,7 @@ class OfflineEngine:
                 text=one.text.flush(),
                 finish_reason=FinishReason.ERROR,
                 error=str(invalid_logits(one.req)),
+                prompt_logprobs=prompt_logprobs,
             )
         reason: FinishReason | None = None
         text = ""
@@ -238,6 +258,8 @@ class OfflineEngine:
             reason = FinishReason.STOP_TOKEN
         else:
             one.req.token_ids.append(token_id)
+            if logprob is not None:
+                one.logprobs.append(logprob)
             text = one.text.push(token_id)
             if one.text.has_stopped:
                 reason = FinishReason.STOP_TEXT
@@ -251,7 +273,17 @@ class OfflineEngine:
             token_id=None if reason is FinishReason.STOP_TOKEN else token_id,
             text=text,
             finish_reason=reason,
+            logprob=None if reason is FinishReason.STOP_TOKEN else logprob,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _check_logprobs(self, name: str, request: GenerationRequest) -> None:
+        vocab_size = self.runner.model.vocab_size
+        if request.logprobs is not None and request.logprobs.top_num > vocab_size:
+            raise ConfigError(
+                f"Request {name!r} asks for the {request.logprobs.top_num} most likely tokens, and the model knows "
+                f"{vocab_size}. Ask for fewer."
+            )
 
     def _end(self, one: RunningRequest) -> None:
         self.scheduler.end(one)
@@ -282,4 +314,6 @@ def output_of(one: RunningRequest, end: TokenEvent) -> GenerationOutput:
         text=one.text.text,
         finish_reason=end.finish_reason,
         error=end.error,
+        logprobs=None if one.request.logprobs is None else tuple(one.logprobs),
+        prompt_logprobs=None if one.request.logprobs is None else tuple(one.prompt_logprobs),
     )

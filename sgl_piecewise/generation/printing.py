@@ -5,9 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from sgl_piecewise.models.tokenizer import Tokenizer
 from sgl_piecewise.runtime.records import PhaseClock
 
 from .engine import OfflineEngine
+from .logprobs import TokenLogprob
 from .requests import FinishReason, TokenEvent
 
 
@@ -17,16 +19,17 @@ class TokenPrinter:
     Args:
         console: Where text goes.
         num_prompts: How many there are.
-        has_text: Whether tokens become text; without a tokenizer their numbers are printed.
+        tokenizer: Makes text of tokens; without one their numbers are printed.
 
     Attributes:
         num_tokens: Tokens so far.
         errors: Of requests that ended with one.
     """
 
-    def __init__(self, console: Console, *, num_prompts: int, has_text: bool) -> None:
+    def __init__(self, console: Console, *, num_prompts: int, tokenizer: Tokenizer | None) -> None:
         self._console = console
-        self._has_text = has_text
+        self._tokenizer = tokenizer
+        self._logprobs: dict[str, list[Text]] = {}
         self._is_single = num_prompts == 1
         self._pending: dict[str, list[str]] = {}
         self.num_tokens = 0
@@ -35,7 +38,12 @@ class TokenPrinter:
     def __call__(self, event: TokenEvent) -> None:
         """Takes an event."""
         self.num_tokens += event.token_id is not None
-        text = event.text or ("" if event.token_id is None or self._has_text else f"{event.token_id} ")
+        has_text = self._tokenizer is not None
+        text = event.text or ("" if event.token_id is None or has_text else f"{event.token_id} ")
+        lines = [self._logprob_line(entry, "prompt") for entry in event.prompt_logprobs]
+        if event.logprob is not None:
+            lines.append(self._logprob_line(event.logprob, "new"))
+        self._logprobs.setdefault(event.request_id, []).extend(lines)
         if self._is_single:
             self._console.print(Text(text), end="", soft_wrap=True)
         else:
@@ -46,6 +54,7 @@ class TokenPrinter:
             return
         if self._is_single:
             self._console.print()
+            self._print_logprobs(event.request_id)
         else:
             self._print_whole(event.request_id, event.finish_reason)
 
@@ -53,10 +62,26 @@ class TokenPrinter:
         """Prints what came of prompts that did not end."""
         for name in list(self._pending):
             self._print_whole(name, FinishReason.INTERRUPTED)
+        for name in list(self._logprobs):
+            self._print_logprobs(name)
 
     def _print_whole(self, name: str, reason: FinishReason) -> None:
         title = Text.assemble((name, "bold"), f" ({reason.value}): ")
         self._console.print(title + Text("".join(self._pending.pop(name))), soft_wrap=True)
+        self._print_logprobs(name)
+
+    def _print_logprobs(self, name: str) -> None:
+        for line in self._logprobs.pop(name, []):
+            self._console.print(line, soft_wrap=True)
+
+    def _logprob_line(self, entry: TokenLogprob, which: str) -> Text:
+        """One line: whose, how likely, the token, and the most likely ones in its place."""
+        top = ", ".join(f"{self._shown(token_id)} {logprob:.4f}" for token_id, logprob in entry.top)
+        line = f"  {which:6} {entry.logprob:9.4f}  {self._shown(entry.token_id)}"
+        return Text(f"{line}  of {top}" if top else line)
+
+    def _shown(self, token_id: int) -> str:
+        return str(token_id) if self._tokenizer is None else repr(self._tokenizer.decode([token_id]))
 
 
 def closing_line(engine: OfflineEngine, num_tokens: int, clock: PhaseClock) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from sgl_piecewise.runtime.batch.request import Req
+from sgl_piecewise.runtime.batch.request import LogprobRequest, Req
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
 from sgl_piecewise.runtime.errors import ConfigError
 
+from .logprobs import StepLogprobs, TokenLogprob
 from .text import TextStream
 
 
@@ -38,6 +39,7 @@ class GenerationRequest:
         sampling: How to choose them.
         stop_token_ids: Any of these ends it; it is not part of the output.
         stop_texts: Any of these in the new text ends it; needs a tokenizer.
+        logprobs: Which log-probabilities are wanted; None for none.
         request_id: Its name; numbered by default.
 
     Raises:
@@ -49,6 +51,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
+    logprobs: LogprobRequest | None = None
     request_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +73,8 @@ class TokenEvent:
         text: What became readable with it; empty without a tokenizer, or inside a character.
         finish_reason: Set with the last event.
         error: What went wrong, with `FinishReason.ERROR`.
+        logprob: Of the new token, where it was asked for.
+        prompt_logprobs: Of the prompt's tokens after the asked-for start, with the first event; empty elsewhere.
     """
 
     request_id: str
@@ -77,6 +82,8 @@ class TokenEvent:
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +97,8 @@ class GenerationOutput:
         text: The same as text; empty without a tokenizer.
         finish_reason: Why it ended.
         error: What went wrong, with `FinishReason.ERROR`.
+        logprobs: Of ``token_ids``, one each; None where they were not asked for.
+        prompt_logprobs: Of the prompt's tokens after the asked-for start; None likewise.
     """
 
     request_id: str
@@ -98,6 +107,8 @@ class GenerationOutput:
     text: str
     finish_reason: FinishReason
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,11 +119,15 @@ class RunningRequest:
         req: What the execution layer sees.
         request: What was asked.
         text: Makes text of new tokens, and finds what ends it.
+        logprobs: Of new tokens so far, where they are wanted.
+        prompt_logprobs: Of prompt tokens so far, likewise.
     """
 
     req: Req
     request: GenerationRequest
     text: TextStream
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def num_new_tokens(self) -> int:
@@ -123,3 +138,19 @@ class RunningRequest:
     def num_missing_tokens(self) -> int:
         """Tokens that are known and not computed; 1 while it decodes, more while it is prefilled."""
         return len(self.req.token_ids) - self.req.num_computed_tokens
+
+    def take_prompt_logprobs(self, found: StepLogprobs, index: int) -> None:
+        """Takes those of a forward that computed some of the prompt.
+
+        Args:
+            found: Of the forward.
+            index: Of this request in its batch.
+        """
+        asked = self.request.logprobs
+        if asked is None:
+            return
+        first = asked.start_len + len(self.prompt_logprobs) + 1
+        token_ids = self.req.token_ids[first : first + found.num_prompt_tokens(index)]
+        self.prompt_logprobs += found.of_prompt_tokens(index, token_ids)
+        # A request that must give its slots back is computed again, and these are not asked for twice.
+        self.req.logprobs = replace(asked, start_len=asked.start_len + len(self.prompt_logprobs))

@@ -11,6 +11,7 @@ import torch
 
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
+from sgl_piecewise.runtime.batch.request import LogprobRequest
 from sgl_piecewise.runtime.batch.sampling import SamplingParams
 from sgl_piecewise.runtime.capture.captured import ProgressCallback
 from sgl_piecewise.runtime.errors import ConfigError
@@ -52,6 +53,38 @@ class EngineSetup:
     num_layers: int | None = None
     seed: int = 0
     may_download: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobOptions:
+    """Log-probabilities that all prompts want.
+
+    Attributes:
+        prompt_start: First token of each prompt whose successor's is wanted; None for those of new tokens alone.
+        top_num: Most likely tokens to report in each place.
+    """
+
+    prompt_start: int | None = None
+    top_num: int = 0
+
+    def request_for(self, num_prompt_tokens: int, name: str) -> LogprobRequest:
+        """Returns what one prompt asks for.
+
+        Args:
+            num_prompt_tokens: Of the prompt.
+            name: Of the prompt, for errors.
+
+        Raises:
+            ConfigError: The start is after the prompt.
+            BatchError: A number is negative.
+        """
+        start = num_prompt_tokens if self.prompt_start is None else self.prompt_start
+        if start > max(num_prompt_tokens, 1) - 1 and self.prompt_start is not None:
+            raise ConfigError(
+                f"Log-probabilities are to start at token {start} (counted from 0), and {name} has "
+                f"{num_prompt_tokens} tokens. Give a smaller start."
+            )
+        return LogprobRequest(start_len=start, top_num=self.top_num)
 
 
 def load_for(setup: EngineSetup) -> LoadedModel:
@@ -125,6 +158,7 @@ def requests_of(
     max_new_tokens: int,
     sampling: SamplingParams,
     stop_texts: tuple[str, ...],
+    logprobs: LogprobOptions | None = None,
 ) -> list[GenerationRequest]:
     """Makes requests of texts and of lists of token ids.
 
@@ -135,9 +169,11 @@ def requests_of(
         max_new_tokens: Tokens of each at most.
         sampling: For all; each request gets a seed of its own, counted from this one.
         stop_texts: For all.
+        logprobs: For all; None for none.
 
     Raises:
-        ConfigError: A text without a tokenizer; ids that are no numbers.
+        ConfigError: A text without a tokenizer; ids that are no numbers; a start of log-probabilities after a prompt.
+        BatchError: A negative number in ``logprobs``.
     """
     tokenizer = loaded.tokenizer
     if prompts and tokenizer is None:
@@ -153,6 +189,7 @@ def requests_of(
             sampling=dataclasses.replace(sampling, seed=sampling.seed + index),
             stop_token_ids=frozenset() if tokenizer is None else frozenset(tokenizer.eos_token_ids),
             stop_texts=stop_texts,
+            logprobs=None if logprobs is None else logprobs.request_for(len(one), f"prompt {index + 1}"),
             request_id=f"prompt {index + 1}",
         )
         for index, one in enumerate(ids)

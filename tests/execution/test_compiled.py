@@ -9,6 +9,7 @@ from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
+from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 
 from .support import OPTIONS, Walk, make_runner, plan, tiny_model
@@ -58,3 +59,17 @@ def test_a_compile_value_without_a_compiler_is_refused() -> None:
     asked = ExecutionPlan(modes={ForwardMode.DECODE: ModeStrategy(strategy="none", compile="fx")})
     with pytest.raises(ConfigError, match="without a compiler"):
         ModelRunner.ready(tiny_model(), plan=asked, options=OPTIONS)
+
+
+def test_one_short_request_at_a_time_can_be_compiled_for() -> None:
+    """The size to trace with is over the largest that a batch can have, and so two requests long."""
+    modes = {
+        ForwardMode.DECODE: ModeStrategy(strategy="full", compile="fx"),
+        ForwardMode.EXTEND: ModeStrategy(),
+        ForwardMode.MIXED: ModeStrategy(),
+    }
+    asked = ExecutionPlan(modes=modes)
+    options = RunnerOptions(max_requests=1, max_context=2, max_extend_tokens=2)
+    runner = ModelRunner.ready(tiny_model(), plan=asked, options=options, compiler=CompiledModel)
+    assert runner.graph_build is not None
+    assert runner.graph_build.failures == {}

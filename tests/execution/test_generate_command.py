@@ -77,6 +77,10 @@ def test_a_plan_file_is_followed_and_the_command_line_is_on_top(tmp_path: Path) 
         (("--prompt-ids", "1", "--max-context", "99999"), "4096 positions"),
         (("--prompt-ids", "1", "--plan", "missing.toml"), "cannot be read"),
         (("--prompt-ids", "1", "--max-new-tokens", "0"), "max_new_tokens"),
+        (("--prompt-ids", "1,2", "--prompt-logprobs", "2"), "prompt 1 has 2 tokens"),
+        (("--prompt-ids", "1,2", "--prompt-logprobs", "-1"), "start_len must not be negative"),
+        (("--prompt-ids", "1,2", "--top-logprobs", "-1"), "top_num must not be negative"),
+        (("--prompt-ids", "1,2", "--top-logprobs", "300"), "the model knows 256"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_message_and_exit_code_2(
@@ -85,6 +89,17 @@ def test_a_request_that_cannot_be_met_is_one_message_and_exit_code_2(
     result = invoke(*QUICK, *GRAPHS_OFF, *arguments)
     assert result.exit_code == EXIT_REQUEST
     assert words in message_of(result)
+
+
+def test_logprobs_are_printed_below_each_prompt() -> None:
+    prompts = ("--prompt-ids", "1,2,3", "--prompt-ids", "4,5")
+    result = invoke(*QUICK, *GRAPHS_OFF, *prompts, "--top-logprobs", "2", "--prompt-logprobs", "1")
+    assert result.exit_code == 0, result.stderr
+    entry = r"-\d+\.\d{4}  \d+  of \d+ -\d+\.\d{4}, \d+ -\d+\.\d{4}\n"
+    first = rf"prompt 1 \(length\): (\d+ ){{4}}\n(  prompt +{entry}){{1}}(  new +{entry}){{4}}"
+    assert re.search(rf"{first}prompt 2 \(length\): (\d+ ){{4}}\n(  new +{entry}){{4}}$", result.stdout)
+    plain = invoke(*QUICK, *GRAPHS_OFF, *prompts[:2], "--logprobs")
+    assert re.search(r"^(\d+ ){4}\n(  new +-\d+\.\d{4}  \d+\n){4}$", plain.stdout)
 
 
 def test_nan_logits_make_the_exit_code_1_and_name_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

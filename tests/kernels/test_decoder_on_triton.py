@@ -69,6 +69,7 @@ def test_eager(has_qk_norm: bool, device: torch.device) -> None:
     close(copy.deepcopy(fused)(*given), plain(*given))
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_a_gate_of_gelu_is_a_kernel_too(device: torch.device) -> None:
     """Gemma's feed-forward, beside norms on what a layer adds and windows."""
     config = named_shape("tiny-gemma3").with_num_layers(2)
