@@ -53,13 +53,15 @@ class Model(nn.Module):
 @pytest.mark.parametrize("outputs", ["copy", "view"])
 @pytest.mark.parametrize("capture", ["breakable", "full"])
 @pytest.mark.parametrize("piece_compiler", ["fx", "inductor"])
-def test_sizes_between_run_on_the_next_larger_graph(piece_compiler: str, capture: str, outputs: str) -> None:
+def test_sizes_between_run_on_the_next_larger_graph(
+    piece_compiler: str, capture: str, outputs: str, device: torch.device
+) -> None:
     """Bit for bit what the padded shape gives in eager, and within rounding what the call's own gives."""
-    model = Model().eval()
+    model = Model().eval().to(device)
     compiled = padding(model, piece_compiler=piece_compiler, capture=capture, outputs=outputs)
     tolerance = 0.0 if piece_compiler == "fx" else 1e-5
     for number, size in enumerate([5, 7, 3, 6, 16, 2, 13, 4, 8, 5, 9, 3]):
-        x = rows(size, number)
+        x = rows(size, number).to(device)
         num_replays = total("num_replays")
         actual, weight = compiled(x)
         at = next(one for one in SIZES if one >= size)
@@ -116,7 +118,7 @@ def test_pad_values() -> None:
     assert total("num_padded") == 2
 
 
-def test_written_inputs_and_buffers() -> None:
+def test_written_inputs_and_buffers(device: torch.device) -> None:
     """Real rows are written back; a cache takes padded rows at slot 0, as everywhere."""
 
     class Cache(nn.Module):
@@ -129,12 +131,12 @@ def test_written_inputs_and_buffers() -> None:
             x.mul_(2)
             return doubled(self.cache[slots]), x
 
-    model, plain = Cache(), Cache()
+    model, plain = Cache().to(device), Cache().to(device)
     compiled = padding(model, dynamic_dims={"x": 0, "slots": 0})
     for number in range(8):
         size = 3 + number % 4
-        slots = torch.randperm(31)[:size] + 1
-        ours, eager = rows(size, number), rows(size, number)
+        slots = (torch.randperm(31)[:size] + 1).to(device)
+        ours, eager = rows(size, number).to(device), rows(size, number).to(device)
         result, same = compiled(ours, slots)
         expected, _ = plain(eager, slots)
         assert same is ours
