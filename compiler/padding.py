@@ -7,7 +7,8 @@ cut back. All else is a reason, which the statistics of calls show.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def _padding_of(
     split: GraphModule, facts: InputFacts, policy: CallPolicy, named: Mapping[str, int]
 ) -> CallPadding:
     inputs = [node for node in split.graph.nodes if node.op == "placeholder"]
-    dims = _named_dims(inputs, facts, named)
+    names = _named_inputs(inputs, facts, named)
+    dims = {index: _named_dim(name, named[name], _example(inputs[index])) for index, name in names.items()}
     sizes = {index: _example(inputs[index]).shape[dim] for index, dim in dims.items()}
     symbols = {torch_private_sizes.symbol_of(size) for size in sizes.values()}
     if None in symbols:
@@ -75,23 +77,26 @@ def _padding_of(
         for index in facts.keyed
         if torch_private_sizes.symbol_of(_example(inputs[index])) is not None
     }
-    place = places.get(symbol)
-    _refuse_followers(inputs, facts, symbol, dims, place)
-    assert place is not None
+    numbers = [
+        index
+        for index in facts.keyed
+        if torch_private_sizes.symbol_of(_example(inputs[index])) == symbol
+        and torch_private_tracing.is_tensor_size(inputs[index])
+    ]
+    _refuse_followers(inputs, facts, symbol, dims, numbers)
     pad_values = {}
-    for index in dims:
-        path = torch_private_tracing.argument_path(inputs[index])
-        value = (policy.pad_values or {}).get(str(path))
-        if value is not None:
-            check_pad_value(str(path), value, _example(inputs[index]).dtype)
-            pad_values[index] = value
+    for index, name in names.items():
+        if name in (policy.pad_values or {}):
+            pad_values[index] = (policy.pad_values or {})[name]
+            check_pad_value(name, pad_values[index], _example(inputs[index]).dtype)
     guards = torch_private_sizes.SizeGuards(next(iter(sizes.values())))
 
     def values_at(args: Sequence[Any], size: int) -> dict[Any, int]:
         return {one: size if one == symbol else args[index] for one, index in places.items()}
 
     return CallPadding(
-        size=place,
+        size=numbers[0],
+        sizes=tuple(numbers),
         dims=dims,
         pad_values=pad_values,
         output_dims=tuple(_output_dims(split, symbol, [inputs[index] for index in dims])),
@@ -104,41 +109,54 @@ def _example(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _named_dims(inputs: Sequence[Node], facts: InputFacts, named: Mapping[str, int]) -> dict[int, int]:
-    """Returns the named dimension of each input that has one, by place."""
-    dims: dict[int, int] = {}
-    paths = {index: torch_private_tracing.argument_path(inputs[index]) for index in facts.copied}
-    for index, path in paths.items():
-        if path not in named:
+def _named_inputs(inputs: Sequence[Node], facts: InputFacts, named: Collection[str]) -> dict[int, str]:
+    """Returns the name that stands for each input that is named, by place.
+
+    That is its path from an argument of the traced function, or just its key where it came in a ``**kwargs``.
+    """
+    names: dict[int, str] = {}
+    paths: list[str] = []
+    for index in facts.copied:
+        path = torch_private_tracing.argument_path(inputs[index])
+        if path is None or torch_private_tracing.MODULE_PART in path:
             continue
-        value, dim = _example(inputs[index]), named[path]
-        if not -value.dim() <= dim < value.dim():
-            raise ConfigError(
-                f"dynamic_dims[{path!r}] is {dim}, but its shape is {tuple(map(str, value.shape))}. Dimensions count "
-                "from 0, or backwards from -1."
-            )
-        dims[index] = dim % value.dim()
-        if type(value.stride(dim)) is int and value.stride(dim) == 0:
-            raise _UnsoundError(EXPANDED)
-    if not dims:
+        paths.append(path)
+        keyword = re.fullmatch(r"\w+\['(\w+)'\]", path)
+        for name in (path, *(keyword.groups() if keyword else ())):
+            if name in named:
+                names[index] = name
+                break
+    if not names:
         _logger.warning(
             "dynamic_dims names %s; tensors that a compiled forward takes are %s: its calls are not padded.",
             ", ".join(map(repr, named)),
-            ", ".join(repr(path) for path in paths.values() if path is not None) or "no arguments",
+            ", ".join(map(repr, paths)) or "no arguments",
         )
         raise _UnsoundError(NO_NAMED_INPUT)
-    return dims
+    return names
+
+
+def _named_dim(name: str, dim: int, value: torch.Tensor) -> int:
+    """Returns the named dimension of an input, counted from 0."""
+    if not -value.dim() <= dim < value.dim():
+        raise ConfigError(
+            f"dynamic_dims[{name!r}] is {dim}, but its shape is {tuple(map(str, value.shape))}. Dimensions count "
+            "from 0, or backwards from -1."
+        )
+    if type(value.stride(dim)) is int and value.stride(dim) == 0:
+        raise _UnsoundError(EXPANDED)
+    return dim % value.dim()
 
 
 def _refuse_followers(
-    inputs: Sequence[Node], facts: InputFacts, symbol: Any, dims: Mapping[int, int], place: int | None
+    inputs: Sequence[Node], facts: InputFacts, symbol: Any, dims: Mapping[int, int], numbers: Sequence[int]
 ) -> None:
     """Raises for an input, but the padded dimensions and the size itself, that follows the size."""
-    if place is None or not torch_private_tracing.is_tensor_size(inputs[place]):
+    if not numbers:
         raise _UnsoundError(NUMBER)
     for index, node in enumerate(inputs):
         value = _example(node)
-        if symbol not in torch_private_tracing.free_symbols(value) or index == place:
+        if symbol not in torch_private_tracing.free_symbols(value) or index in numbers:
             continue
         if not isinstance(value, torch.Tensor):
             raise _UnsoundError(NUMBER)

@@ -74,6 +74,8 @@ def _compile(
     try:
         with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
+    except torch_private_compiling.RESTARTS:
+        raise
     except Exception as err:
         where = (
             f"its text is in {dump_folder / 'pieces'}"

@@ -317,6 +317,10 @@ def is_handle_input(node: Any) -> bool:
     return argument is not None and isinstance(argument.source, _CallSource)
 
 
+MODULE_PART = "._modules["
+"""What stands in the path of something that belongs to a module."""
+
+
 def argument_path(node: Any) -> str | None:
     """Names the argument of the traced function that a graph input is, as in ``x``, ``batch.ids`` or ``kwargs['x']``.
 

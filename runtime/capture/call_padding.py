@@ -33,6 +33,7 @@ class CallPadding:
 
     Attributes:
         size: The number that is the size.
+        sizes: All numbers that are: tensors whose sizes are equal may have one each.
         dims: Padded input to the dimension that follows the size.
         pad_values: Padded input to what padded rows hold.
         output_dims: Of each output the dimension that follows the size, or None.
@@ -41,6 +42,7 @@ class CallPadding:
     """
 
     size: int
+    sizes: tuple[int, ...]
     dims: Mapping[int, int]
     pad_values: Mapping[int, int | float | bool]
     output_dims: tuple[int | None, ...]
@@ -49,7 +51,10 @@ class CallPadding:
 
     def at(self, args: Sequence[Any], size: int) -> tuple[Any, ...]:
         """Returns a call's inputs with another number for the size; tensors are as they were."""
-        return (*args[: self.size], size, *args[self.size + 1 :])
+        values = list(args)
+        for index in self.sizes:
+            values[index] = size
+        return tuple(values)
 
     def real(self, index: int, tensor: torch.Tensor, size: int) -> torch.Tensor:
         """Returns the real rows of a padded input's buffer; other inputs' buffers as they are."""

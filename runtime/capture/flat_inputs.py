@@ -129,7 +129,7 @@ class FlatInputs:
         forms: Mapping[int, Form] = {}
         if padding is not None and size is not None:
             forms = padding.forms(args, size)
-            self.views[padding.size] = size
+            self.views = list(padding.at(args, size))
         for index, (shape, strides) in forms.items():
             self.views[index] = _padded_buffer(args[index], shape, strides)
         for members in groups.values():

@@ -276,3 +276,30 @@ def test_options_that_cannot_be_met(options: dict[str, Any], message: str) -> No
 def test_options_that_the_input_cannot_have(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         padding(lambda x: x + 1, **options)(torch.ones(5, 4, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_models_of_transformers_by_the_names_of_their_arguments(family: str) -> None:
+    """They come as ``**kwargs`` of a wrapper; BERT has two sizes that are one."""
+    import transformers
+
+    torch.manual_seed(0)
+    tiny = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.inference_mode(False):
+        if family == "llama":
+            model: Any = transformers.LlamaModel(
+                transformers.LlamaConfig(intermediate_size=24, **tiny)
+            ).eval()
+        else:
+            model = transformers.BertModel(transformers.BertConfig(intermediate_size=24, **tiny)).eval()
+    names = {"input_ids": 1} if family == "llama" else {"input_ids": 1, "attention_mask": 1}
+    compiled = padding(model, dynamic=None, dynamic_dims=names)
+    for size in (5, 6, 7, 8, 6, 7):
+        kwargs = {"input_ids": torch.randint(3, 32, (2, size))}
+        if family == "bert":
+            kwargs["attention_mask"] = torch.ones(2, size, dtype=torch.int64)
+        actual, expected = compiled(**kwargs)[0], model(**kwargs)[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert total("num_padded") == 2
+    assert not failures()
