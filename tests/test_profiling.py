@@ -202,7 +202,7 @@ def test_the_command_writes_all_that_it_is_asked_for(tmp_path: Path, strategy: s
     ("arguments", "word"),
     [
         (["--strategy", "eager"], "nothing to profile"),
-        (["--strategy", "inductr_piecewise"], "did you mean 'inductor'"),
+        (["--strategy", "inductr_piecewise"], "did you mean 'tc_piecewise'"),
         (["--html", "/no/such/folder/page.html"], "Make it first"),
         (["--capture-sizes", "8,4"], "ascend"),
         (["--read", "/no/such/file"], "cannot be read"),
