@@ -133,7 +133,7 @@ class CachedCompiler:
             is_whole = self._cache.is_whole(environment, key)
             was_there = folder.exists()
         try:
-            with torch_private_cache.artefacts_in(folder):
+            with _artefacts_in(folder):
                 result, cache, compile_s = self._timed(piece, example_inputs)
         except torch_private_compiling.RESTARTS:
             raise
@@ -144,7 +144,7 @@ class CachedCompiler:
                 raise
             _logger.warning("Cached files in %s could not be used (%s): they are compiled anew.", folder, err)
             self._cache.set_aside(environment, key)
-            with torch_private_cache.artefacts_in(folder):
+            with _artefacts_in(folder):
                 result, cache, compile_s = self._timed(piece, example_inputs)
             is_whole = False
         if cache == "miss" or (cache == "hit" and not is_whole):
@@ -185,9 +185,22 @@ class CachedCompiler:
             _probe_host_once(self._cache.host_folder(environment))
 
 
+@contextlib.contextmanager
+def _artefacts_in(folder: Path) -> Iterator[None]:
+    """Keeps artefacts in a folder; that Inductor forgets those of others takes milliseconds, and has a name."""
+    with contextlib.ExitStack() as kept:
+        with span("enter the cache's folder", "cache check"):
+            kept.enter_context(torch_private_cache.artefacts_in(folder))
+        try:
+            yield
+        finally:
+            with span("leave the cache's folder", "cache check"):
+                kept.close()
+
+
 @functools.cache
 def _probe_host_once(folder: Path) -> None:
-    with span("probe the host's compiler", "kernel compile"), torch_private_cache.artefacts_in(folder):
+    with span("probe the host's compiler", "kernel compile"), _artefacts_in(folder):
         torch_private_cache.probe_host_compiler()
 
 

@@ -53,14 +53,11 @@ class FreshTensor:
     dtype: torch.dtype
     device: torch.device
 
-    @functools.cached_property
-    def _sizes(self) -> torch_private_sizes.SizesOfCall:
-        return torch_private_sizes.SizesOfCall([(self.shape, self.stride)])
-
     def empty(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> torch.Tensor:
         """Returns a tensor like it, contents undefined."""
         return torch.empty_strided(
-            *self._sizes.of(tensors, ints)[0],
+            torch_private_sizes.evaluated(self.shape, tensors, ints),
+            torch_private_sizes.evaluated(self.stride, tensors, ints),
             dtype=self.dtype,
             device=self.device,
         )

@@ -6,7 +6,9 @@ library; tried on 2.11 and 2.13.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -15,13 +17,11 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-_MANY_VALUES = 256  # of one expression: more than a forward has capture sizes
+_MANY_CALLS = 256  # of one call site, by their numbers: more than a forward has capture sizes
 
 
 class SizeExpression:
     """A size or stride as a function of a call's tensors and integers.
-
-    A compiled forward asks for it at every call of a mark, so what it was for some numbers is kept.
 
     Args:
         expression: Over symbols ``t<tensor>_<dimension>`` (a size), ``t<tensor>_s<dimension>`` (a stride)
@@ -32,26 +32,14 @@ class SizeExpression:
         self._expression = expression
         self._text = str(expression)
         self._symbols = sorted(expression.free_symbols, key=str)
-        self._quantities = [_Quantity(str(symbol)) for symbol in self._symbols]
-        self._is_one_symbol = self._symbols == [expression]
-        self._values: dict[tuple[int, ...], Any] = {}
+        self.quantities = [Quantity(str(symbol)) for symbol in self._symbols]
 
     def value(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
         """Returns the size for these arguments: symbolic where they are."""
-        numbers = tuple([quantity.of(tensors, ints) for quantity in self._quantities])
-        if self._is_one_symbol:
-            return numbers[0]
-        if any(type(number) is not int for number in numbers):
-            return self._interpret(numbers)
-        value = self._values.get(numbers)
-        if value is None:
-            if len(self._values) == _MANY_VALUES:
-                self._values.clear()
-            value = self._values[numbers] = self._interpret(numbers)
-        return value
-
-    def _interpret(self, numbers: tuple[Any, ...]) -> Any:
+        numbers = [quantity.of(tensors, ints) for quantity in self.quantities]
         env = dict(zip(self._symbols, numbers, strict=True))
+        if self._expression in env:
+            return env[self._expression]
         return sympy_interp(PythonReferenceAnalysis, env, self._expression)
 
     def __str__(self) -> str:
@@ -64,62 +52,73 @@ class SizeExpression:
         return hash(self._text)
 
 
-class SizesOfCall:
-    """Sizes of several results as functions of one call, looked up at once.
+@dataclass(frozen=True)
+class Quantity:
+    """One symbol of a `SizeExpression`: where its value stands in a call.
 
-    Args:
-        results: Sizes of each result, and its strides; None for one that has none.
+    Attributes:
+        name: The symbol's.
     """
 
-    def __init__(self, results: Sequence[tuple[_Sizes, _Sizes] | None]) -> None:
+    name: str
+
+    @functools.cached_property
+    def _place(self) -> tuple[int, int | None, bool]:
+        """Index of the tensor or integer, which dimension of the tensor, and whether its stride."""
+        index, _, dimension = self.name[1:].partition("_")
+        number = None if self.name.startswith("i") else int(dimension.removeprefix("s"))
+        return int(index), number, dimension.startswith("s")
+
+    def of(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+        """Returns its value for these arguments."""
+        index, dimension, is_stride = self._place
+        if dimension is None:
+            return ints[index]
+        return tensors[index].stride(dimension) if is_stride else tensors[index].size(dimension)
+
+
+Sizes = tuple[int | SizeExpression, ...]
+
+
+def evaluated(sizes: Sizes, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns sizes for these arguments, symbolic where they are."""
+    return tuple([size if isinstance(size, int) else size.value(tensors, ints) for size in sizes])
+
+
+class SizesOfCall:
+    """Shapes and strides of a call's results, looked up at once: a compiled forward asks at every call.
+
+    Args:
+        results: Shape and stride of each result; None for one that has none.
+    """
+
+    def __init__(self, results: Sequence[tuple[Sizes, Sizes] | None]) -> None:
         self._results = results
-        names: dict[str, _Quantity] = {}
-        for shape, stride in filter(None, results):
-            for size in (*shape, *stride):
-                if not isinstance(size, int):
-                    names.update(zip(map(str, size._symbols), size._quantities, strict=True))
-        self._quantities = list(names.values())
+        sizes = [size for one in results if one is not None for size in (*one[0], *one[1])]
+        self._quantities = list(
+            dict.fromkeys(
+                quantity for size in sizes if isinstance(size, SizeExpression) for quantity in size.quantities
+            )
+        )
         self._known: dict[tuple[int, ...], list[Any]] = {}
 
     def of(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> list[Any]:
         """Returns shape and stride of each result for these arguments, symbolic where they are."""
         numbers = tuple([quantity.of(tensors, ints) for quantity in self._quantities])
-        are_known = all(type(one) is int for one in numbers)
-        found = self._known.get(numbers) if are_known else None
+        if any(type(one) is not int for one in numbers):
+            return self._evaluated(tensors, ints)
+        found = self._known.get(numbers)
         if found is None:
-            found = [
-                None if one is None else tuple(_evaluated(sizes, tensors, ints) for sizes in one)
-                for one in self._results
-            ]
-            if are_known:
-                if len(self._known) == _MANY_VALUES:
-                    self._known.clear()
-                self._known[numbers] = found
+            if len(self._known) == _MANY_CALLS:
+                self._known.clear()
+            found = self._known[numbers] = self._evaluated(tensors, ints)
         return found
 
-
-def _evaluated(sizes: _Sizes, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([size if isinstance(size, int) else size.value(tensors, ints) for size in sizes])
-
-
-class _Quantity:
-    """One symbol of a `SizeExpression`: where its value stands in a call."""
-
-    def __init__(self, name: str) -> None:
-        tensor, _, dimension = name[1:].partition("_")
-        self._is_int = name.startswith("i")
-        self._is_stride = dimension.startswith("s")
-        self._index = int(tensor)
-        self._dimension = 0 if self._is_int else int(dimension.removeprefix("s"))
-
-    def of(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
-        if self._is_int:
-            return ints[self._index]
-        tensor = tensors[self._index]
-        return tensor.stride(self._dimension) if self._is_stride else tensor.size(self._dimension)
-
-
-_Sizes = tuple[int | SizeExpression, ...]
+    def _evaluated(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> list[Any]:
+        return [
+            None if one is None else (evaluated(one[0], tensors, ints), evaluated(one[1], tensors, ints))
+            for one in self._results
+        ]
 
 
 class SizeExpressions:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
-from models_gguf import GEMMA_NAMES, gguf_name
+from models_gguf import GEMMA_NAMES, gguf_name, read_tensors
 
 TEXT = """\
 A CUDA graph records a sequence of kernels once and launches them again with one call. On a model
@@ -36,7 +35,7 @@ def reference_gemma3(path: Path) -> Any:
         sliding_window=512,
     )
     model = transformers.Gemma3ForCausalLM(config).eval()
-    stored = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    stored = read_tensors(path)
     for name, parameter in model.named_parameters():
         values = torch.from_numpy(np.array(stored[gguf_name(name, GEMMA_NAMES)]))
         with torch.no_grad():

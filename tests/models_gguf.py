@@ -49,6 +49,11 @@ def gguf_name(name: str, names: Mapping[str, str] = NAMES) -> str:
     return f"blk.{index}.{names[part]}.{kind}"
 
 
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file by GGUF's names, dequantised by the package."""
+    return {one.name: gguf.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(path).tensors}
+
+
 def interleaved_order(num_rows: int, num_heads: int) -> np.ndarray:
     """Returns which row of a Llama query or key comes where in GGUF.
 

@@ -150,3 +150,17 @@ class Judge:
             num_excused += int((margin > 0).sum())
         assert num_excused <= num_tokens / 100, f"{num_excused} of {num_tokens} tokens were excused"
         return num_excused
+
+
+def check_every_way(
+    judge: Judge,
+    model: Decoder,
+    strategy: str,
+    prompts: Sequence[Sequence[int]],
+    num_new: int = NUM_NEW,
+    **options: Any,
+) -> None:
+    """Checks one strategy on prompts handed in each way; options are those of `matrix_runner`."""
+    runner = matrix_runner(model, strategy, [len(prompt) for prompt in prompts], num_new=num_new, **options)
+    for way in WAYS:
+        judge.check(prompts, generated_by(runner, strategy, way, prompts, num_new))

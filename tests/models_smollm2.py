@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
-from models_gguf import gguf_name, interleaved_order
+from models_gguf import gguf_name, interleaved_order, read_tensors
 
 TEXT = """\
 A CUDA graph records a sequence of kernels once and launches them again with one call. On a model
@@ -43,7 +42,7 @@ def reference_smollm2(path: Path) -> Any:
         tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    stored = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    stored = read_tensors(path)
     for name, parameter in model.named_parameters():
         values = torch.from_numpy(np.array(stored[gguf_name(name)]))
         heads = {"q_proj": 9, "k_proj": 3}.get(name.split(".")[-2])

@@ -12,10 +12,9 @@ import torch
 from models_gemma3 import TEXT, reference_gemma3
 from models_matrix import (
     MATRIX_DEVICES,
-    NUM_NEW,
     STRATEGIES,
-    WAYS,
     Judge,
+    check_every_way,
     generated_by,
     matrix_lengths,
     matrix_runner,
@@ -131,8 +130,4 @@ def _loaded_on(path: Path, device: str) -> tuple[LoadedModel, Judge]:
 def test_every_strategy_and_way_on_all_prompts(strategy: str, device: str, path: Path) -> None:
     """32 prompts of 1 to 900 tokens, 64 new tokens each."""
     loaded, judge = _loaded_on(path, device)
-    lengths = matrix_lengths()
-    prompts = prompts_of(loaded, lengths)
-    runner = matrix_runner(loaded.model, strategy, lengths)
-    for way in WAYS:
-        judge.check(prompts, generated_by(runner, strategy, way, prompts, NUM_NEW))
+    check_every_way(judge, loaded.model, strategy, prompts_of(loaded, matrix_lengths()))

@@ -12,11 +12,9 @@ from models_matrix import (
     MATRIX_DEVICES,
     NUM_NEW,
     STRATEGIES,
-    WAYS,
     Judge,
-    generated_by,
+    check_every_way,
     matrix_lengths,
-    matrix_runner,
 )
 from models_reference import TINY_EXPERTS, TINY_GEMMA, reference_model, saved
 from models_serving import check_greedy, forced_logits, greedy_tokens, model_runner, serving_plan
@@ -112,9 +110,7 @@ def check_all_ways(
     judge = Judge(reference.to(device), 1e-4)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in lengths]
-    runner = matrix_runner(model, strategy, lengths, num_new=num_new, **sizes)
-    for way in WAYS:
-        judge.check(prompts, generated_by(runner, strategy, way, prompts, num_new))
+    check_every_way(judge, model, strategy, prompts, num_new, **sizes)
 
 
 @pytest.mark.slow

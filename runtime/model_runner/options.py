@@ -36,7 +36,8 @@ class RunnerOptions:
         token_multiple: Tokens of every forward are padded to a multiple of this.
         token_layout: How rows are divided among ranks.
         reads_requests: Whether the model reads hidden states by request (pooling).
-        kernels: Name of the kernel set that writes keys and values, as `kernel_set` takes it.
+        kernels: Name of the kernel set that writes keys and values, as `kernel_set` takes it; who loads the model for
+            this runner builds it with the same.
         write_hooks: Watchers of the pool.
         is_debug: Make every captured forward one break: same buffers and replay path, no graph.
 

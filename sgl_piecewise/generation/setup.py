@@ -35,9 +35,8 @@ class EngineSetup:
         device: Where it runs.
         dtype: Of parameters, activations and KV pool.
         plan: What runs how.
-        runner: Limits of the model runner.
+        runner: Limits of the model runner, and the kernels of model and KV pool.
         engine: How it batches.
-        kernels: Fused kernels of the model and its KV pool; a name that `kernel_set` takes.
         num_layers: Another depth, for random weights only.
         seed: Of random weights.
         may_download: Whether the default model may be downloaded.
@@ -49,7 +48,6 @@ class EngineSetup:
     plan: ExecutionPlan = dataclasses.field(default_factory=ExecutionPlan)
     runner: RunnerOptions = dataclasses.field(default_factory=RunnerOptions)
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
-    kernels: str = "auto"
     num_layers: int | None = None
     seed: int = 0
     may_download: bool = True
@@ -101,7 +99,7 @@ def load_for(setup: EngineSetup) -> LoadedModel:
         dtype=setup.dtype,
         seed=setup.seed,
         num_layers=setup.num_layers,
-        kernels=kernel_set(setup.kernels, setup.device),
+        kernels=kernel_set(setup.runner.kernels, setup.device),
         download=setup.may_download,
     )
 
@@ -123,7 +121,7 @@ def build_engine(
     runner = ModelRunner.ready(
         loaded.model,
         plan=setup.plan,
-        options=dataclasses.replace(setup.runner, kernels=setup.kernels),
+        options=setup.runner,
         compiler=CompiledModel,
         on_progress=on_progress,
     )
