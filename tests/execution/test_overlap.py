@@ -177,6 +177,21 @@ def test_slots_run_out_and_requests_are_retracted_with_overlap_too() -> None:
     assert_nothing_is_held(one)
 
 
+@pytest.mark.parametrize("length", range(9, 17))
+def test_nobody_gives_slots_back_to_make_room_that_an_end_in_flight_makes(length: int) -> None:
+    """The first request's end is known, or comes by a token, just when the second one needs another slot."""
+    first = GenerationRequest(prompt_ids=ids(16, 1), max_new_tokens=8, request_id="first")
+    second = GenerationRequest(prompt_ids=ids(length, 2), max_new_tokens=24, request_id="second")
+    stop = drive(engine(), [(0, first)])["first"][-1].token_id
+    for ends_by in (first, dataclasses.replace(first, stop_token_ids=frozenset({stop}))):
+        nums = []
+        for has_overlap in (False, True):
+            one = engine("few slots", has_overlap=has_overlap, chunk_tokens=16)
+            drive(one, [(0, ends_by), (0, second)])
+            nums.append(one.scheduler.num_retractions)
+        assert nums[0] == nums[1]
+
+
 class Calls:
     """Notes forwards and reads of one engine in their order, and lets some of them fail."""
 
@@ -403,9 +418,11 @@ def test_on_a_gpu_reading_does_not_wait_for_what_was_launched_after() -> None:
     from sgl_piecewise.runtime.worker.result import SampledTokens
 
     tokens = torch.arange(4, device="cuda")
+    work = torch.zeros(8192, 8192, device="cuda")
     torch.cuda.synchronize()
     copy = HostCopy(SampledTokens(next_token_ids=tokens))
-    torch.cuda._sleep(2_000_000_000)
+    for _ in range(100):
+        work = work @ work  # Milliseconds each.
     behind = torch.cuda.Event()
     behind.record()
     assert copy.wait().next_token_ids.tolist() == [0, 1, 2, 3]
