@@ -35,12 +35,12 @@ _WITHOUT_REPLAYS = {"falcon", "gemma3"}
     ("family", "attention"),
     [pytest.param(*cell, marks=[] if cell in _QUICK else pytest.mark.slow) for cell in _CELLS],
 )
-def test_family_generates_what_eager_does(family: str, attention: str) -> None:
+def test_family_generates_what_eager_does(family: str, attention: str, device: torch.device) -> None:
     register_sgl_eager()
-    model = tiny_model(family, attention)
-    expected = generate(model, model, num_prompts=2, num_steps=5)
-    actual = generate(drop_in(model), model, num_prompts=2, num_steps=5)
-    assert_same(actual, expected, tolerance=1e-5)
+    model = tiny_model(family, attention).to(device)
+    expected = generate(model, model, num_prompts=2, num_steps=5, device=device)
+    actual = generate(drop_in(model), model, num_prompts=2, num_steps=5, device=device)
+    assert_same(actual, expected, tolerance=1e-5 if device.type == "cpu" else 1e-4)
     if family not in _WITHOUT_REPLAYS:
         assert total("num_replays") >= 4, (without_graph(), failures())
         assert not failures()
