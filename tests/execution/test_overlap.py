@@ -428,3 +428,22 @@ def test_on_a_gpu_reading_does_not_wait_for_what_was_launched_after() -> None:
     assert copy.wait().next_token_ids.tolist() == [0, 1, 2, 3]
     assert not behind.query()
     behind.synchronize()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_but_reading_waits_for_the_device() -> None:
+    """A hidden wait between two launches, such as a copy from pageable memory, would undo the overlap."""
+    one = OfflineEngine(make_runner(GRAPHS, device="cuda"), options=EngineOptions(chunk_tokens=16))
+    for seed, max_new in enumerate((12, 12, 6)):
+        sampling = SamplingParams(temperature=float(seed), top_k=10, top_p=0.9, seed=seed)
+        one.add(GenerationRequest(prompt_ids=ids(4, seed), max_new_tokens=max_new, sampling=sampling))
+    for _ in range(3):  # What is done once, such as loading kernels, may wait.
+        one.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while one.has_work:
+            one.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert one.num_dropped_rows == 0
+    assert_nothing_is_held(one)
