@@ -43,7 +43,8 @@ def test_family_generates_what_eager_does(family: str, attention: str, device: t
     assert_same(actual, expected, tolerance=1e-5 if device.type == "cpu" else 1e-4)
     if family not in _WITHOUT_REPLAYS:
         assert total("num_replays") >= 4, (without_graph(), failures())
-        assert not failures()
+        # Laying out a fresh cache copies a counter from host memory to a GPU: that prefill runs without a graph.
+        assert all(device.type == "cuda" and "cumulative_length" in failure for failure in failures())
     num_breaks = max(stats.num_breaks for stats in stats_now())
     if attention == "sgl_eager" and family != "opt":  # Dynamo splits OPT into a frame per layer.
         assert num_breaks == 2

@@ -150,6 +150,26 @@ def test_two_models_alternate_and_share_one_compile(device: torch.device) -> Non
         assert_same(dict(model.named_buffers()), dict(other.named_buffers()))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("piece_compiler", ["fx", "inductor"])
+def test_graphs_of_pytorch_in_the_same_process_leave_ours_whole(piece_compiler: str) -> None:
+    """At every recording they forget the workspaces of cuBLAS, those that our graphs write to as well."""
+    device = torch.device("cuda")
+    models = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device) for _ in range(2)]
+    ours = drop_in(models[0], piece_compiler=piece_compiler)
+    theirs = torch.compile(models[1], mode="reduce-overhead")
+    x = torch.randn(16, 256, device=device)
+    expected = [model(x) for model in models]
+    for fn, want in (*[(ours, expected[0])] * 4, *[(theirs, expected[1])] * 4, *[(ours, expected[0])] * 2):
+        assert_same(fn(x).clone(), want, tolerance=1e-4)
+    torch.cuda.empty_cache()
+    others = [torch.zeros(1 << 22, dtype=torch.uint8, device=device) for _ in range(64)]
+    for fn, want in ((ours, expected[0]), (theirs, expected[1])) * 3:
+        assert_same(fn(x).clone(), want, tolerance=1e-4)
+    assert not any(bool(other.any()) for other in others)
+
+
 def test_number_of_graphs_is_bounded() -> None:
     fn = drop_in(lambda x: x * 2 + 1, dynamic=True, max_graphs=3)
     for _ in range(3):
