@@ -8,6 +8,7 @@ Shapes: `T` tokens, `B` requests.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -146,6 +147,11 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """Rows of the token dimension, padded ones included."""
         return self.input_ids.shape[0]
+
+    @functools.cached_property
+    def max_seq_len(self) -> int:
+        """The longest of ``seq_lens``; 0 where there is no request."""
+        return int(self.seq_lens_cpu.numpy().max()) if self.batch_size else 0
 
     @property
     def out_cache_loc(self) -> torch.Tensor:
