@@ -142,9 +142,8 @@ class PaddedRoom:
         req_pool_indices: Likewise.
         seq_lens: Likewise.
         num_real_tokens: As in `PaddingFields`.
-        extend_seq_lens: As in `ExtendFields`; None where there are none, as the following two.
-        extend_prefix_lens: Likewise.
-        extend_start_loc: Likewise.
+        extend: ``extend_seq_lens``, ``extend_prefix_lens`` and ``extend_start_loc`` of `ExtendFields`;
+            None where there are none.
         is_static: As in `Storage`.
         pad_lens_cpu: Lengths of padded requests (host int64[padded requests]).
 
@@ -174,9 +173,7 @@ class PaddedRoom:
         self._fillings.append(count)
         self._wide, self._wide_fillings = [*self._heads, *self._tails], self._fillings
         self._heads, self._tails, self._fillings = [], [], []
-        self.extend_seq_lens = self.extend_prefix_lens = self.extend_start_loc = None
-        if batch.extend is not None:
-            self._add_extend(batch.extend)
+        self.extend = None if batch.extend is None else self._add_extend(batch.extend)
         self._narrow, self._narrow_fillings = [*self._heads, *self._tails], self._fillings
         self.pad_lens_cpu = torch.full((sizes.num_pad_requests,), sizes.pad_len, dtype=torch.int64)
 
@@ -204,16 +201,19 @@ class PaddedRoom:
                 narrow.append(self._start_locs(batch.seq_lens_sum, extend.extend_start_loc))
             copy_each(self._narrow, narrow)
 
-    def _add_extend(self, extend: ExtendFields) -> None:
+    def _add_extend(self, extend: ExtendFields) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         sizes = self._sizes
-        self.extend_seq_lens = self._requests("extend_seq_lens", extend.extend_seq_lens, sizes.pad_len)
-        self.extend_prefix_lens = self._requests("extend_prefix_lens", extend.extend_prefix_lens, 0)
-        self.extend_start_loc = self._requests("extend_start_loc", extend.extend_start_loc, 0)
+        tensors = (
+            self._requests("extend_seq_lens", extend.extend_seq_lens, sizes.pad_len),
+            self._requests("extend_prefix_lens", extend.extend_prefix_lens, 0),
+            self._requests("extend_start_loc", extend.extend_start_loc, 0),
+        )
         if sizes.num_pad_requests:
             self._fillings.pop()
             # Tokens of the batch follow from its sizes; how long its contexts are does not.
             if extend.start_loc_encoding is StartLocEncoding.TOKEN_OFFSET:
                 self._fillings.append(self._start_locs(extend.extend_num_tokens, extend.extend_start_loc))
+        return tensors
 
     def _start_locs(self, start: int, like: torch.Tensor) -> torch.Tensor:
         """Returns where padded requests begin."""

@@ -179,9 +179,8 @@ def _padded(
 
 
 def _padded_extend(extend: ExtendFields, room: PaddedRoom, num_pads: int, pad_len: int) -> ExtendFields:
-    tensors = (room.extend_seq_lens, room.extend_prefix_lens, room.extend_start_loc)
-    extend_seq_lens, extend_prefix_lens, extend_start_loc = tensors
-    assert extend_seq_lens is not None and extend_prefix_lens is not None and extend_start_loc is not None
+    assert room.extend is not None, "made for a batch with extend fields"
+    extend_seq_lens, extend_prefix_lens, extend_start_loc = room.extend
     return ExtendFields(
         extend_seq_lens=extend_seq_lens,
         extend_prefix_lens=extend_prefix_lens,
@@ -234,4 +233,4 @@ def num_logit_rows(batch: ForwardBatch) -> int:
 def _cut(rows: torch.Tensor, *, padded: int, real: int, what: str) -> torch.Tensor:
     if rows.shape[0] != padded:
         raise BatchError(f"The result has {rows.shape[0]} rows, and the padded batch {padded} {what}.")
-    return rows[:real]
+    return rows if real == padded else rows[:real]

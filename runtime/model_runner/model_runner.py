@@ -29,7 +29,7 @@ from ..kv.capacity import KVCapacity, MemoryBudget, profile_capacity, verify_aft
 from ..kv.pool import KVPool, KVSubPool
 from ..kv.req_to_token import ReqToTokenPool
 from ..kv.translator import KVIndexTranslator, bind_and_verify_backends
-from ..records import PhaseClock
+from ..records import LapClock, PhaseClock
 from ..runners.base import GraphRunner, ModelRunnerOutput, Runner, RunnerParts
 from ..runners.compiling import CompiledForwards, ForwardCompiler
 from ..runners.decode import DecodeRunner
@@ -109,7 +109,7 @@ class ModelRunner:
         )
         self._sizes = capture_sizes(self.plan, self.options)
         self.log = ExecutionLog()
-        self.clock = PhaseClock()
+        self.clock = LapClock()
         self.graph_build: GraphBuild | None = None
         self._agreement = agreement or SingleRank()
         self._compiler = compiler
@@ -359,8 +359,11 @@ class ModelRunner:
             raise ConfigError(
                 f"num_layers and progress are for split_prefill, and this is {batch.forward_mode.value}."
             )
-        with self.clock.phase(_category(batch)):
+        before = self.clock.enter(_category(batch))
+        try:
             output = self._dispatch(batch, num_layers, progress)
+        finally:
+            self.clock.enter(before)
         self.log.note(output.execution)
         return output
 

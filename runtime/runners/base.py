@@ -21,7 +21,7 @@ from ..batch.real_tokens import RealTokens, TokenLayout
 from ..capture.captured import ProgressCallback
 from ..context import ForwardContext, use_forward_context
 from ..graph_backends.base import GraphBackend, GraphKey
-from .execution import Execution, Extent, Reason, Refusal
+from .execution import Execution, Reason, Refusal, execution_of
 from .logits import ForwardLogits, logits_of_ragged, logits_of_rows
 from .padding_policy import PaddingPolicy
 from .served_model import ServedModel
@@ -98,8 +98,15 @@ class Runner(abc.ABC):
         return Refusal(runner=self.name, reason=reason, detail=detail)
 
     def _execution(self, batch: ForwardBatch, strategy: str) -> Execution:
-        return Execution(
-            mode=batch.real.forward_mode, runner=self.name, strategy=strategy, extent=Extent.of_batch(batch)
+        real = batch.real
+        return execution_of(
+            real.forward_mode,
+            self.name,
+            strategy,
+            real.batch_size,
+            real.num_tokens,
+            batch.batch_size,
+            batch.num_tokens,
         )
 
 

@@ -142,6 +142,8 @@ class ExtendRunner(GraphRunner):
 
     def _pad(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         padded = pad_batch(batch, batch_size=self._slots, num_tokens=size, storage=self.buffers)
+        if padded.forward_mode is GRAPH_MODE:
+            return padded
         return dataclasses.replace(padded, forward_mode=GRAPH_MODE)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
