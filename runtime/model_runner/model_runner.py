@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -382,6 +383,21 @@ class ModelRunner:
             assert self._extend is not None
             return self._extend.run(batch).after(refusals)
         return self._eager.run(batch).after(refusals)
+
+    def load_graph(self, batch: ForwardBatch) -> Callable[[], Any] | None:
+        """Pads and plans a batch for its graph, for who measures a replay alone.
+
+        Returns:
+            What replays it until another batch is loaded or run; None where it would run eager.
+
+        Raises:
+            ConfigError: The runner is not built.
+        """
+        self._stages.require(Stage.GRAPHS, "A replay")
+        for runner in (self._decode, self._extend):
+            if runner is not None and runner.can_run(batch) is None:
+                return runner.load(batch)
+        return None
 
     def _takes(self, name: str, runner: Runner | None, batch: ForwardBatch, refusals: list[Refusal]) -> bool:
         """Whether a graph runner, here and on every rank, takes a batch; notes why not."""

@@ -122,6 +122,15 @@ class GraphRunner(Runner):
     def backends(self) -> tuple[GraphBackend, ...]:
         """Where its graphs are."""
 
+    @abc.abstractmethod
+    def load(self, batch: ForwardBatch) -> Callable[[], Any]:
+        """Pads and plans a batch that `can_run` takes, without running it.
+
+        Returns:
+            What runs its shape, as often as it is called and until another batch is loaded: a replay alone,
+            for who measures it.
+        """
+
     def _build_one(
         self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch, forward: Callable[[], Any]
     ) -> None:
@@ -130,6 +139,18 @@ class GraphRunner(Runner):
         backend.plan_for_capture(attention, batch)
         with use_forward_context(context_of(batch, attention)):
             backend.build(key, forward)
+
+    def _loaded(self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch) -> Callable[[], Any]:
+        """Plans a padded batch; returns what runs its shape."""
+        attention = self.parts.attention_for(batch)
+        backend.plan_for_run(attention, batch)
+        context = context_of(batch, attention)
+
+        def run_shape() -> Any:
+            with torch.no_grad(), use_forward_context(context):
+                return backend.run(key)
+
+        return run_shape
 
     def _run_one(self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch) -> Any:
         attention = self.parts.attention_for(batch)

@@ -136,6 +136,19 @@ class DecodeRunner(GraphRunner):
         return None
 
     def run(self, batch: ForwardBatch) -> ModelRunnerOutput:
+        family, key, padded = self._place(batch)
+        hidden_TE, logits_TV = self._run_one(family.backend, key, padded)
+        return ModelRunnerOutput(
+            execution=self._execution(padded, family.backend.name),
+            logits=logits_of_rows(padded, hidden_TE, logits_TV),
+        )
+
+    def load(self, batch: ForwardBatch) -> Callable[[], Any]:
+        family, key, padded = self._place(batch)
+        return self._loaded(family.backend, key, padded)
+
+    def _place(self, batch: ForwardBatch) -> tuple[DecodeFamily, GraphKey, ForwardBatch]:
+        """Pads a batch into the buffers of its graph."""
         family = self._family(batch)
         size = None if family is None else padded_size(batch.batch_size, family.sizes)
         if family is None or size is None:
@@ -144,11 +157,7 @@ class DecodeRunner(GraphRunner):
         if batch.forward_mode.is_idle():
             idle_as = IdleShape(forward_mode=family.mode, num_tokens_per_req=family.num_tokens_per_req)
         padded = pad_batch(batch, batch_size=size, idle_as=idle_as, storage=self.buffers)
-        hidden_TE, logits_TV = self._run_one(family.backend, family.keys[size], padded)
-        return ModelRunnerOutput(
-            execution=self._execution(padded, family.backend.name),
-            logits=logits_of_rows(padded, hidden_TE, logits_TV),
-        )
+        return family, family.keys[size], padded
 
     def _family(self, batch: ForwardBatch) -> DecodeFamily | None:
         mode = ForwardMode.DECODE if batch.forward_mode.is_idle() else batch.forward_mode

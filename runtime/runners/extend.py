@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -127,15 +129,23 @@ class ExtendRunner(GraphRunner):
         return None
 
     def run(self, batch: ForwardBatch) -> ModelRunnerOutput:
-        size = padded_size(batch.num_tokens, self._sizes)
-        if size is None:
-            raise ConfigError(f"The extend runner was given what it cannot run: {self.can_run(batch)}.")
+        size = self._size(batch)
         padded = self._pad(batch, size)
         hidden_TE = self._run_one(self._backend, self._key(size), padded)
         return ModelRunnerOutput(
             execution=self._execution(padded, self._backend.name),
             logits=forward_logits(self.parts, padded, hidden_TE),
         )
+
+    def load(self, batch: ForwardBatch) -> Callable[[], Any]:
+        size = self._size(batch)
+        return self._loaded(self._backend, self._key(size), self._pad(batch, size))
+
+    def _size(self, batch: ForwardBatch) -> int:
+        size = padded_size(batch.num_tokens, self._sizes)
+        if size is None:
+            raise ConfigError(f"The extend runner was given what it cannot run: {self.can_run(batch)}.")
+        return size
 
     def _key(self, size: int) -> GraphKey:
         return GraphKey(mode=GRAPH_MODE, num_requests=self._slots, num_tokens=size)
