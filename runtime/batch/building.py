@@ -42,6 +42,8 @@ def build_forward_batch(
     owned = _owned_tensors(batch, runner.device, slots)
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
     own_positions = _own_positions(batch, owned, positions, runner.device)
+    if kv_plan is None:
+        kv_plan = translator.begin_iteration(owned, num_rows=num_rows)
     forward = ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.reqs),
@@ -49,7 +51,7 @@ def build_forward_batch(
         req_pool_indices=owned["req_pool_indices"],
         seq_lens=owned["seq_lens"],
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
-        write_slots={},
+        write_slots=kv_plan.write_slots(translator, batch.input_ids.numel(), cols),
         positions=cache_positions if own_positions is None else own_positions,
         seq_lens_sum=int(batch.seq_lens_cpu.numpy().sum()),
         num_tokens_per_req=per_req,
@@ -74,9 +76,8 @@ def build_forward_batch(
         ),
         dllm=batch.dllm,
     )
-    if kv_plan is None:
-        kv_plan = translator.begin_iteration(owned, num_rows=num_rows)
-    return kv_plan.bind(forward, translator, cols=cols, cache_positions=cache_positions)
+    kv_plan.record(forward, cols=cols, cache_positions=cache_positions)
+    return forward
 
 
 def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> CaptureHiddenMode:
@@ -97,10 +98,10 @@ def _check_fits(batch: ScheduleBatch, num_rows: int, max_context: int) -> None:
     """Raises for what would be an index out of range on the device, where no error names a field."""
     if not batch.reqs:
         return
-    longest = int(batch.seq_lens_cpu.numpy().max())
+    seq_lens, rows = batch.seq_lens_cpu.numpy(), batch.req_pool_indices_cpu.numpy()
+    longest = int(seq_lens.max())
     if longest > max_context:
         raise BatchError(f"seq_lens_cpu: {longest} tokens, and the pool allows max_context={max_context}.")
-    rows = batch.req_pool_indices_cpu.numpy()
     lowest, highest = int(rows.min()), int(rows.max())
     if lowest <= SCRATCH_ROW or highest >= num_rows:
         raise BatchError(

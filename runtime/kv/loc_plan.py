@@ -106,18 +106,41 @@ class KVLocPlan:
             PoolError: The plan is over or another translator's: backends would index another table.
             BatchError: The window has another number of slots than the batch has tokens.
         """
+        write_slots = self.write_slots(translator, batch.num_tokens, cols)
+        self.record(batch, cols=cols, cache_positions=cache_positions)
+        return dataclasses.replace(batch, write_slots=write_slots)
+
+    def write_slots(
+        self, translator: KVIndexTranslator, num_tokens: int, cols: range | None = None
+    ) -> dict[str, PhysicalSlots]:
+        """Returns the slots of a forward's write window in every sub-pool; `bind` without its batch.
+
+        Args:
+            translator: As in `bind`.
+            num_tokens: Of the forward.
+            cols: As in `bind`.
+
+        Raises:
+            PoolError: As in `bind`.
+            BatchError: Likewise.
+        """
         if translator is not self._translator:
             raise PoolError("The plan is another translator's: backends would read tables it never wrote.")
         write_slots = {pool: self.write_ids(pool, cols) for pool in translator.pools}
-        if len(write_slots[FULL_POOL]) != batch.num_tokens:
+        if len(write_slots[FULL_POOL]) != num_tokens:
             raise BatchError(
                 f"out_cache_loc: the write window holds {len(write_slots[FULL_POOL])} slots, and the batch "
-                f"has {batch.num_tokens} tokens."
+                f"has {num_tokens} tokens."
             )
+        return write_slots
+
+    def record(
+        self, batch: ForwardBatch, *, cols: range | None = None, cache_positions: torch.Tensor | None = None
+    ) -> None:
+        """Tells backends where the new tokens of a forward lie; arguments as in `bind`."""
         columns = batch.positions if cache_positions is None else cache_positions
         entries = {pool: self._window(slots, cols) for pool, slots in self._entries.items()}
-        translator.record(batch.req_rows_of_tokens(), columns, entries)
-        return dataclasses.replace(batch, write_slots=write_slots)
+        self._translator.record(batch.req_rows_of_tokens(), columns, entries)
 
     def close(self) -> None:
         """Ends it; its slots are not looked up again."""
