@@ -35,7 +35,9 @@ def build_forward_batch(
     """`ForwardBatch.init_new`; see there."""
     batch.check()
     translator = runner.kv_translator
-    _check_fits(batch, *translator.table_shape)
+    seq_lens = batch.seq_lens_cpu.numpy()
+    max_seq_len = int(seq_lens.max()) if batch.reqs else 0
+    _check_fits(batch, max_seq_len, *translator.table_shape)
     per_req = batch.num_tokens_per_req
     num_rows = len(batch.reqs) if per_req and batch.reqs else 1
     slots = {} if kv_plan is not None else translator.host_slots(batch.out_cache_loc, num_rows=num_rows)
@@ -53,7 +55,8 @@ def build_forward_batch(
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
         write_slots=kv_plan.write_slots(translator, batch.input_ids.numel(), cols),
         positions=cache_positions if own_positions is None else own_positions,
-        seq_lens_sum=int(batch.seq_lens_cpu.numpy().sum()),
+        seq_lens_sum=int(seq_lens.sum()),
+        max_seq_len=max_seq_len,
         num_tokens_per_req=per_req,
         capture_hidden_mode=(
             resolve_capture_hidden_mode(batch, runner) if capture_hidden_mode is None else capture_hidden_mode
@@ -94,14 +97,13 @@ def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> Ca
     return asked if batch.speculative is None else max(asked, batch.speculative.capture_hidden_mode)
 
 
-def _check_fits(batch: ScheduleBatch, num_rows: int, max_context: int) -> None:
+def _check_fits(batch: ScheduleBatch, longest: int, num_rows: int, max_context: int) -> None:
     """Raises for what would be an index out of range on the device, where no error names a field."""
     if not batch.reqs:
         return
-    seq_lens, rows = batch.seq_lens_cpu.numpy(), batch.req_pool_indices_cpu.numpy()
-    longest = int(seq_lens.max())
     if longest > max_context:
         raise BatchError(f"seq_lens_cpu: {longest} tokens, and the pool allows max_context={max_context}.")
+    rows = batch.req_pool_indices_cpu.numpy()
     lowest, highest = int(rows.min()), int(rows.max())
     if lowest <= SCRATCH_ROW or highest >= num_rows:
         raise BatchError(

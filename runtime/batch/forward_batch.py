@@ -8,7 +8,6 @@ Shapes: `T` tokens, `B` requests.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -64,6 +63,7 @@ class ForwardBatch:
         write_slots: Where this forward writes keys and values, by sub-pool; one slot per token.
         positions: Position of each token in its sequence (int64[T]).
         seq_lens_sum: Sum of ``seq_lens``, padded requests included.
+        max_seq_len: The longest of them; 0 where there is no request.
         num_tokens_per_req: Rows of every request where all have equally many; None in ragged modes.
         capture_hidden_mode: Which hidden states to hand out.
         extend: Set where requests may bring several tokens; None in DECODE, IDLE and PREBUILT.
@@ -85,6 +85,7 @@ class ForwardBatch:
     # Derived
     positions: torch.Tensor
     seq_lens_sum: int
+    max_seq_len: int
     num_tokens_per_req: int | None
     capture_hidden_mode: CaptureHiddenMode
     # Groups
@@ -147,11 +148,6 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """Rows of the token dimension, padded ones included."""
         return self.input_ids.shape[0]
-
-    @functools.cached_property
-    def max_seq_len(self) -> int:
-        """The longest of ``seq_lens``; 0 where there is no request."""
-        return int(self.seq_lens_cpu.numpy().max()) if self.batch_size else 0
 
     @property
     def out_cache_loc(self) -> torch.Tensor:

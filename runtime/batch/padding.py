@@ -162,6 +162,7 @@ def _padded(
         write_slots=room.write_slots,
         positions=room.positions,
         seq_lens_sum=batch.seq_lens_sum + num_pads * pad_len,
+        max_seq_len=max(batch.max_seq_len, pad_len) if num_pads else batch.max_seq_len,
         num_tokens_per_req=batch.num_tokens_per_req,
         capture_hidden_mode=batch.capture_hidden_mode,
         padding=PaddingFields(
