@@ -80,11 +80,11 @@ def cost_of(work: Callable[[], Any], num_rounds: int) -> dict[str, Any]:
 
 def make_runner(graph_size: int) -> ModelRunner:
     decode = ModeStrategy(strategy="full", capture_sizes=(graph_size,))
-    extend = ModeStrategy(strategy="full", capture_sizes=(64,), request_slots=4)
+    extend = ModeStrategy(strategy="full", capture_sizes=(64,), request_slots=graph_size)
     return ModelRunner.ready(
         load_model("tiny", device=CPU, dtype=torch.float32, num_layers=1).model,
         plan=ExecutionPlan(modes={ForwardMode.DECODE: decode, ForwardMode.EXTEND: extend}),
-        options=RunnerOptions(max_requests=graph_size, max_context=4096, max_extend_tokens=64),
+        options=RunnerOptions(max_requests=graph_size + 1, max_context=4096, max_extend_tokens=64),
     )
 
 
