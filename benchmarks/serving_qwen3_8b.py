@@ -46,7 +46,7 @@ from sgl_piecewise.comparison.serving.calls import busy_s, gaps, measure_floors,
 from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
 from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.generation.driving import fill_cache, first_token, forward_batch, give_back
-from sgl_piecewise.generation.engine import OfflineEngine
+from sgl_piecewise.generation.engine import EngineOptions, OfflineEngine
 from sgl_piecewise.generation.requests import GenerationRequest
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
@@ -225,32 +225,44 @@ def engine_prompts(batch_size: int, vocab_size: int) -> list[list[int]]:
 
 
 def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> list[dict[str, Any]]:
-    """Wall time of engine steps beside that of their forwards: what scheduling and sampling add."""
+    """Steps of the engine at every batch: their wall time, and what the host does in them beside waiting for tokens.
+
+    With overlap the host's work runs while the device computes; what it costs then shows in comparison with queued
+    forwards alone (`measure_decode`).
+    """
     return [
         {
             "batch_size": size,
-            "arms": {name: _steps(runner, size, setting) for name, runner in runners.items()},
+            "arms": {
+                name: {
+                    "overlap": _steps(runner, size, setting, has_overlap=True),
+                    "no_overlap": _steps(runner, size, setting, has_overlap=False),
+                }
+                for name, runner in runners.items()
+            },
         }
         for size in setting.batches
     ]
 
 
-def _steps(runner: ModelRunner, batch_size: int, setting: Setting) -> dict[str, float]:
-    engine = OfflineEngine(runner)
+def _steps(runner: ModelRunner, batch_size: int, setting: Setting, *, has_overlap: bool) -> dict[str, Any]:
+    engine = OfflineEngine(runner, options=EngineOptions(has_overlap=has_overlap))
+    num_steps = 4 * setting.rounds
     for ids in engine_prompts(batch_size, setting.loaded.model.vocab_size):
-        engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=4 * setting.rounds))
+        engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_steps + 4))
     while engine.num_prefilling:
         engine.step()
     engine.step()
-    clock, decode_before, num_steps = PhaseClock(), runner.clock.phases_s.get("decode", 0.0), 0
+    settle(setting.device)
+    before, clock = dict(engine.clock.phases_s), PhaseClock()
     with clock.phase("steps"):
-        while engine.has_work:
-            engine.step()
-            num_steps += 1
+        num_tokens = sum(len(engine.step()) for _ in range(num_steps))
+    engine.drop_all()
+    assert num_tokens == num_steps * batch_size, "every step gave every request a token"
     return {
         "step_s": clock.phases_s["steps"] / num_steps,
-        "forward_host_s": (runner.clock.phases_s["decode"] - decode_before) / num_steps,
-        "tokens_per_s": batch_size * num_steps / clock.phases_s["steps"],
+        "host_s": {name: (spent - before[name]) / num_steps for name, spent in engine.clock.phases_s.items()},
+        "tokens_per_s": num_tokens / clock.phases_s["steps"],
     }
 
 

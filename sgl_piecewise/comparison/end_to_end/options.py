@@ -14,8 +14,8 @@ from .plans import DEFAULT_PLANS, checked_plans
 
 CPU_PROMPT_LENGTHS, CUDA_PROMPT_LENGTHS = (16, 32), (64, 256, 1024, 2048)
 CPU_BATCH_SIZES, CUDA_BATCH_SIZES = (1, 2), (1, 8, 32)
-CPU_CONTEXT_TOKENS, CUDA_STEPS_PER_SAMPLE = 8
-CUDA_CONTEXT_TOKENS = 16, 1024
+CPU_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 16, 1024
+CUDA_STEPS_PER_SAMPLE = 8
 
 NUM_CHECKED_STEPS = 4
 """Decode steps whose logits are compared, with tokens given, before decoding is timed."""

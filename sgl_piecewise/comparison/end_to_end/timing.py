@@ -1,7 +1,8 @@
 """Times of plans whose logits are right: first tokens of prompts, steps of decoding, all plans in turn.
 
 What is timed is the engine: scheduling, the batch, the forward, sampling, the token on the host and its text. Decode
-steps are timed several at once where the engine overlaps them. A timed prompt must give the token that the checked logits gave, or the plan is wrong and has no times.
+steps are timed several at once where the engine overlaps them. A timed prompt must give the token that the checked
+logits gave, or the plan is wrong and has no times.
 """
 
 from __future__ import annotations
@@ -160,4 +161,6 @@ def _decode_steps(candidate: PlanCandidate, batch_size: int, num_steps: int) -> 
     for _ in range(num_steps):
         num_tokens = candidate.arm.decode_step()
         if num_tokens != batch_size:
-            candidate.decode.problems[batch_size] = f"a step gave {num_tokens} tokens to {batch_size} requests"
+            candidate.decode.problems[batch_size] = (
+                f"a step gave {num_tokens} tokens to {batch_size} requests"
+            )
