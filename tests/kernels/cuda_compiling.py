@@ -9,12 +9,13 @@ that the launch has. So results hold nothing, and only what is compiled is looke
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ class Compiled:
         self.num_variants += 1
         if not found.asm["cubin"]:
             self.failures.append(f"{kernel.__name__}: no cubin")
+        has_overlap = "griddepcontrol.wait" in found.asm["ptx"]
+        if has_overlap is not keywords.get("launch_pdl", False):
+            self.failures.append(f"{kernel.__name__} {keywords}: waits for its predecessor: {has_overlap}")
         if found.metadata.shared > SHARED_MEMORY_BYTES:
             self.failures.append(
                 f"{kernel.__name__} {keywords}: {found.metadata.shared} bytes of shared memory"
@@ -114,6 +118,17 @@ def compile_instead_of_launching(compiled: Compiled) -> None:
     JITFunction.run = run
     launching.is_interpreted = lambda kernel: True
     launching.repair_interpreter = lambda: None
+
+
+def with_and_without_overlap(run: Callable[[], None]) -> None:
+    """Launches for devices that have programmatic dependent launch, and for those that have not."""
+    for has_overlap in (False, True):
+        launching.launches_dependents = functools.partial(_constant, has_overlap)
+        run()
+
+
+def _constant(value: bool, device: torch.device) -> bool:
+    return value
 
 
 def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) -> None:
@@ -237,7 +252,8 @@ def main(which: str) -> None:
     compiled = Compiled()
     compile_instead_of_launching(compiled)
     with torch.no_grad():
-        run_some() if which == "some" else run_all(getattr(torch, which))
+        some = run_some if which == "some" else functools.partial(run_all, getattr(torch, which))
+        with_and_without_overlap(some)
     answer = {
         "compiled": sorted(compiled.names),
         "defined": sorted(defined_kernels()),
