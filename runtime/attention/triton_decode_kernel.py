@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels.triton_dependent import wait_for_predecessor
+from ..kernels.triton_dependent import let_successor_start, wait_for_predecessor
 
 
 @triton.jit
@@ -56,6 +56,7 @@ def split_decode_kernel(
     Grid: (KV heads x row blocks, B, P). With one split the result goes to ``out_THD``, otherwise a
     partial result and its base-2 log-sum-exp go to ``partial_PTHD`` and ``lse_PTH``.
     """
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     ROWS: tl.constexpr = TOKENS_PER_REQUEST * GROUP
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -154,6 +155,7 @@ def merge_splits_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Merges the splits of one query row. Grid: (T x H,)."""
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     p_P = tl.arange(0, NUM_SPLITS)

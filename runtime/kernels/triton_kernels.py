@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_dependent import wait_for_predecessor
+from .triton_dependent import let_successor_start, wait_for_predecessor
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def rms_norm_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Norms rows of ``SIZE``. Grid: (row blocks,)."""
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e_E = tl.arange(0, BLOCK_E)
@@ -56,6 +57,7 @@ def add_rms_norm_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Leaves the sum in ``residual_TE`` and the normed sum in ``x_TE``. Grid: (T,)."""
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     e_E = tl.arange(0, BLOCK_E)
@@ -84,6 +86,7 @@ def gate_mul_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """SiLU, or GELU in its tanh form, of the first half times the second. Grid: (T, blocks of M)."""
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -160,6 +163,7 @@ def norm_rotate_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Norms and rotates in place. Grid: (T, blocks of query heads, then of KV heads)."""
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0).to(tl.int64)
@@ -194,6 +198,7 @@ def write_kv_kernel(
     IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Copies the keys and values of one token, rows of ``ROW`` elements. Grid: (T,)."""
+    let_successor_start(IS_DEPENDENT)
     wait_for_predecessor(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_T + token).to(tl.int64)

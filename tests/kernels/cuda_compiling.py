@@ -149,6 +149,13 @@ def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) 
     kernels.write_kv(pool, pool.clone(), torch.arange(num_tokens, dtype=index_dtype), k, v)
 
 
+def run_linear(dtype: torch.dtype) -> None:
+    """At each number of rows that has blocks of its own, with sizes that fill the last block and that do not."""
+    for num_rows, size, has_bias in itertools.product((1, 3, 8, 16, 32), (4096, 600), (False, True)):
+        x, weight = (torch.ones(rows, size, dtype=dtype) for rows in (num_rows, 512))
+        kernel_set("triton", CPU).linear(x, weight, torch.ones(512, dtype=dtype) if has_bias else None)
+
+
 def run_experts(dtype: torch.dtype, num_tokens: int) -> None:
     run = experts_kernel("triton", kernel_set("triton", CPU).silu_mul)
     num_experts, hidden, inner = 4, 256, 128
@@ -204,6 +211,7 @@ def run_positions(dtype: torch.dtype) -> None:
 def run_some() -> None:
     """Each kernel, with what a model uses most."""
     run_kernel_set(torch.bfloat16, 128, torch.int64)
+    run_linear(torch.bfloat16)
     run_experts(torch.bfloat16, 8)
     run_attention(torch.bfloat16, 128)
     run_positions(torch.int32)
@@ -220,6 +228,7 @@ def run_all(dtype: torch.dtype) -> None:
     for head_dim in (64, 80, 256):
         run_kernel_set(dtype, head_dim, torch.int64)
         run_attention(dtype, head_dim, modes=(ForwardMode.EXTEND, ForwardMode.DECODE))
+    run_linear(dtype)
     for num_tokens in (1, 64, 256):
         run_experts(dtype, num_tokens)
 
