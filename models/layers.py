@@ -52,9 +52,9 @@ class Linear(nn.Linear):
         self.to_empty(device=building.device)
         self._product = building.kernels.linear
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
         """Returns the product with the weights, plus the bias (dtype[T, out_features]), fresh."""
-        return self._product(input, self.weight, self.bias)
+        return self._product(x_TE, self.weight, self.bias)
 
 
 def gate_kernel(activation: Activation, kernels: KernelSet) -> Callable[[torch.Tensor], torch.Tensor]:

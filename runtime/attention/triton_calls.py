@@ -261,7 +261,7 @@ def _layer_constants(layer: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]
     }
 
 
-def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
+def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, Any]:
     """Steps that keep enough loads in flight and fit the shared memory of a Hopper multiprocessor.
 
     Keys wait for their slots, so Triton spreads its stages over two loads: five give two buffers.
@@ -271,7 +271,7 @@ def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_N": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 5}
 
 
-def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
+def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, Any]:
     if dtype is torch.float32:
         return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if block_d <= 64:

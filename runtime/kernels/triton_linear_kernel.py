@@ -43,7 +43,9 @@ def vector_linear_kernel(
     if IS_EVEN:
         first_NK = tl.load(weight_ptr_NK, eviction_policy="evict_first")
     else:
-        first_NK = tl.load(weight_ptr_NK, mask=(k_K < SIZE)[None, :], other=0.0, eviction_policy="evict_first")
+        first_NK = tl.load(
+            weight_ptr_NK, mask=(k_K < SIZE)[None, :], other=0.0, eviction_policy="evict_first"
+        )
     wait_for_predecessor(IS_DEPENDENT)
     x = tl.load(x_K + k_K, mask=k_K < SIZE, other=0.0).to(tl.float32)
     acc_NK = first_NK.to(tl.float32) * x[None, :]
