@@ -73,7 +73,7 @@ def launch(
     tensors: list[torch.Tensor],
     *,
     written: Collection[int],
-    is_dependent: bool = False,
+    is_dependent: bool | None = None,
     **constants: Any,
 ) -> None:
     """Launches a Triton kernel.
@@ -83,9 +83,9 @@ def launch(
         grid: Programs in each dimension; a launch of none does nothing.
         tensors: What the kernel reads and writes.
         written: Indices in ``tensors`` of those that it writes.
-        is_dependent: The kernel keeps the rule of `triton_dependent`, and has a parameter
-            ``IS_DEPENDENT``. On a device that can, it starts before its predecessor in the stream is
-            complete.
+        is_dependent: Of a kernel that keeps the rule of `triton_dependent` and has a parameter
+            ``IS_DEPENDENT``: whether it starts before its predecessor in the stream is complete, on a
+            device that can. None for other kernels.
         **constants: Its other parameters, and Triton's launch options.
 
     Raises:
@@ -93,8 +93,8 @@ def launch(
     """
     if 0 in grid:
         return
-    if is_dependent:
-        can_overlap = launches_dependents(tensors[0].device)
+    if is_dependent is not None:
+        can_overlap = is_dependent and launches_dependents(tensors[0].device)
         constants.update(IS_DEPENDENT=can_overlap, launch_pdl=can_overlap)
     if tensors[0].is_cuda:
         kernel[grid](*tensors, **constants)

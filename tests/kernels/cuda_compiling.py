@@ -150,10 +150,12 @@ def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) 
 
 
 def run_linear(dtype: torch.dtype) -> None:
-    """At each number of rows that has blocks of its own, with sizes that fill the last block and that do not."""
-    for num_rows, size, has_bias in itertools.product((1, 3, 8, 16, 32), (4096, 600), (False, True)):
-        x, weight = (torch.ones(rows, size, dtype=dtype) for rows in (num_rows, 512))
-        kernel_set("triton", CPU).linear(x, weight, torch.ones(512, dtype=dtype) if has_bias else None)
+    """Every choice of blocks, with sizes that fill the last step and that do not."""
+    shapes = [(40, 4096), (40, 600), (40, 8192), (4104, 4096), (16400, 600)]
+    for num_rows, (num_columns, size), has_bias in itertools.product((1, 3, 16, 32), shapes, (False, True)):
+        x, weight = (torch.ones(rows, size, dtype=dtype) for rows in (num_rows, num_columns))
+        bias = torch.ones(num_columns, dtype=dtype) if has_bias else None
+        kernel_set("triton", CPU).linear(x, weight, bias)
 
 
 def run_experts(dtype: torch.dtype, num_tokens: int) -> None:

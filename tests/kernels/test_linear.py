@@ -68,6 +68,16 @@ def test_it_is_the_product(
     check(x, weight, random(num_columns, dtype=dtype, device=device) if has_bias else None)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 9, 32])
+def test_it_is_the_product_with_many_columns(num_rows: int, device: torch.device) -> None:
+    x, weight = (random(rows, 200, dtype=torch.bfloat16, device=device) for rows in (num_rows, 4100))
+    check(x, weight, random(4100, dtype=torch.bfloat16, device=device))
+
+
+def test_it_is_the_product_of_a_long_row(device: torch.device) -> None:
+    check(*(random(rows, 8200, dtype=torch.bfloat16, device=device) for rows in (1, 5)))
+
+
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_tensors_may_be_views(num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
     size, num_columns = 192, 24
@@ -80,7 +90,7 @@ def test_tensors_may_be_views(num_rows: int, dtype: torch.dtype, device: torch.d
     check(x[:, :size], transposed)
 
 
-@pytest.mark.parametrize("num_rows", [1, 6])
+@pytest.mark.parametrize("num_rows", [1, 6, 12])
 def test_the_same_bits_each_time(num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
     x, weight = (random(rows, 1088, dtype=dtype, device=device) for rows in (num_rows, 40))
     first = linear(x, weight)
