@@ -18,7 +18,7 @@ from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.passes.validate import FINDINGS
-from sgl_piecewise.runtime import torch_private_entries
+from sgl_piecewise.runtime import torch_private_entries, torch_private_tracing
 from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.mark_operator import is_marked_call
@@ -121,7 +121,10 @@ def compile_graph(
         forward = refusing_capture(forward, findings)
         if num_layers:
             forward = with_layer_runner(forward, partial(compile_graph, options=options))
-        return refusing_autograd(forward if drop_in is None else drop_in.wrap(forward), held)
+        if drop_in is not None:
+            forward = drop_in.wrap(forward, split)
+        torch_private_tracing.forget_traced_inputs(split.graph)
+        return refusing_autograd(forward, held)
 
 
 def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:

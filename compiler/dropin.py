@@ -18,6 +18,7 @@ from sgl_piecewise.runtime.capture.flat_inputs import InputFacts
 from sgl_piecewise.runtime.capture.on_call import OnCallCapture
 from sgl_piecewise.runtime.mark_handles import has_handle
 
+from .padding import padding_of
 from .written_inputs import writes_of
 
 # Why a whole forward has no graph: keys of ``CallStats.without_graph``.
@@ -47,8 +48,16 @@ class DropIn:
             self._facts = input_facts(split, devices)
             self._held = [*split.parameters(), *split.buffers()]
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward as Dynamo is to call it."""
+    def wrap(self, forward: Callable[..., Any], split: GraphModule) -> Callable[..., Any]:
+        """Returns the forward as Dynamo is to call it.
+
+        Args:
+            forward: The compiled one.
+            split: The graph of it, when all pieces are compiled: compilers add to what is known of sizes.
+
+        Raises:
+            ConfigError: ``dynamic_dims`` or ``pad_values`` say what a named input cannot have.
+        """
         if self.mode is None:
             return forward
         captured = OnCallCapture(
@@ -56,6 +65,7 @@ class DropIn:
             self._facts,
             mode=self.mode,
             policy=self._policy,
+            padding=padding_of(split, self._facts, self._policy),
             name=f"compile {torch_private_tracing.compile_name()}",
             held=self._held,
             is_borrowed=has_handle,

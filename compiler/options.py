@@ -38,6 +38,8 @@ class CompileOptions:
         capture: Whether calls capture, and how; this and all that follows as in `CallPolicy`.
         capture_after: Calls of a shape before one captures it.
         capture_sizes: Which values of the varying size get a graph.
+        dynamic_dims: Argument to the dimension that follows the size; calls between sizes are then padded.
+        pad_values: What padded rows of such arguments hold.
         max_graphs: The most recordings of one compiled forward.
         outputs: Whether calls return copies or views of graph memory.
     """
@@ -52,6 +54,8 @@ class CompileOptions:
     capture: str = CallPolicy.capture
     capture_after: int = CallPolicy.capture_after
     capture_sizes: Sequence[int] | None = CallPolicy.capture_sizes
+    dynamic_dims: Mapping[str, int] | None = CallPolicy.dynamic_dims
+    pad_values: Mapping[str, int | float | bool] | None = CallPolicy.pad_values
     max_graphs: int = CallPolicy.max_graphs
     outputs: str = CallPolicy.outputs
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private_cache, torch_private_events
+from sgl_piecewise.runtime import torch_private_cache, torch_private_compiling, torch_private_events
 from sgl_piecewise.runtime.build_profile import PIECE_SPAN
 from sgl_piecewise.runtime.config import cache_folder
 from sgl_piecewise.runtime.records import PhaseClock, PieceBuild
@@ -135,6 +135,8 @@ class CachedCompiler:
         try:
             with _artefacts_in(folder):
                 result, cache, compile_s = self._timed(piece, example_inputs)
+        except torch_private_compiling.RESTARTS:
+            raise
         except Exception as err:
             # Files of a process that was ended midway are in no entry: compile once more without them. If the fault
             # is not theirs it comes again, and is the one that the caller sees.

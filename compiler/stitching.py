@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
-from sgl_piecewise.runtime import torch_private_compiling, torch_private_tracing
+from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark_operator import body_of, is_marked_call
 
@@ -56,7 +56,6 @@ def compile_and_stitch(
         delattr(split, name)
     split.graph.lint()
     split.recompile()
-    torch_private_tracing.forget_traced_inputs(split.graph)
     forward: Callable[..., Any] = split.forward
     return forward
 
@@ -75,6 +74,8 @@ def _compile(
     try:
         with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
+    except torch_private_compiling.RESTARTS:
+        raise
     except Exception as err:
         where = (
             f"its text is in {dump_folder / 'pieces'}"

@@ -210,7 +210,7 @@ def _crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     is_copy = name in ("aten::copy_", "aten::_to_copy")
     is_waited_for = not kwargs.get("non_blocking", False)
     for source in sources:
-        if source.dim() == 0 and not is_copy:
+        if (source.dim() == 0 and not is_copy) or source.numel() == 0:
             continue
         for target in results:
             if source.device.type == target.device.type:

@@ -98,6 +98,7 @@ class CallStats:
         num_breaks: Marked calls in each.
         num_captures: Recordings made so far.
         num_replays: Calls that a recording served.
+        num_padded: Those of them that ran at a larger size than their own.
         without_graph: Calls that none served, by reason.
         failures: Why shapes could not be captured, each message once.
     """
@@ -110,6 +111,7 @@ class CallStats:
     num_breaks: int
     num_captures: int
     num_replays: int
+    num_padded: int
     without_graph: dict[str, int]
     failures: tuple[str, ...]
 

@@ -20,7 +20,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.decorators import mark_dynamic
 from torch._dynamo.utils import preserve_rng_state
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .errors import CompileError, SglPiecewiseError
@@ -152,6 +152,9 @@ def _like(value: torch.Tensor, bases: dict[int, Any]) -> torch.Tensor:
     if base.dtype != value.dtype:
         base = base.view(value.dtype)
     example = base.as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, FakeTensor) and isinstance(example, FakeTensor) and value.item_memo is not None:
+        # A float that Dynamo hands out as a tensor: its ``item()`` is known, and code may depend on it.
+        example.item_memo = value.item_memo
     return with_lazy_bits_of(value, example)
 
 
@@ -162,6 +165,9 @@ def share_memory(values: Sequence[Any]) -> bool:
 
 
 # Failures to trace --------------------------------------------------------------------------------
+
+RESTARTS = (exc.RestartAnalysis, exc.TensorifyScalarRestartAnalysis)
+"""What a compiler raises to make Dynamo trace once more, with more baked in; no failure, and none to catch."""
 
 TRACING_FAILURES = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 """What a call of a compiled function raises where Dynamo could not trace or compile it."""

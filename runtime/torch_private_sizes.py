@@ -7,7 +7,7 @@ library; tried on 2.11 and 2.13.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,3 +179,52 @@ class SizeExpressions:
             raise ValueError(f"{symbol} is not known when the call begins")
         self._known[symbol] = sympy.Symbol(f"i{index}", integer=True, nonnegative=True)
         return self._known[symbol]
+
+
+# Sizes of a trace at another size ------------------------------------------------------------------
+
+
+def symbol_of(size: Any) -> Any:
+    """Returns the symbol that a size of a trace is; None for a number, or for an expression over symbols."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.expr
+    return expression if expression.is_symbol else None
+
+
+def size_expression(size: int | torch.SymInt) -> Any:
+    """Returns a size of a trace as an expression, which keeps nothing of the trace alive."""
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def value_at(expression: Any, values: Mapping[Any, int]) -> int:
+    """Returns the value of an expression for these values of its symbols."""
+    return int(expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
+
+
+class SizeGuards:
+    """What a trace took for granted about its sizes, apart from the trace, which would keep much alive.
+
+    Args:
+        size: Any symbolic size of the trace.
+    """
+
+    def __init__(self, size: torch.SymInt) -> None:
+        env = size.node.shape_env
+        self._guards = [env.replace(guard.expr) for guard in env.guards]  # Equal sizes are one symbol.
+        self._ranges = {symbol: (found.lower, found.upper) for symbol, found in env.var_to_range.items()}
+
+    def hold_at(self, symbol: Any, values: Mapping[Any, int]) -> bool:
+        """Tells whether code of the trace is right for these values as far as one symbol goes.
+
+        Args:
+            symbol: Only guards that look at it count.
+            values: Of all symbols that are known; a guard over another one counts as not met.
+        """
+        lower, upper = self._ranges.get(symbol, (-sympy.oo, sympy.oo))
+        if not lower <= values[symbol] <= upper:
+            return False
+        known = {one: sympy.Integer(value) for one, value in values.items()}
+        return all(
+            guard.xreplace(known) == sympy.true for guard in self._guards if symbol in guard.free_symbols
+        )

@@ -7,6 +7,7 @@ it relies on, and knows nothing of the rest of the library; tried on 2.11 and 2.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import LazyProxy
-from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource
+from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource, TensorPropertySource
 from torch._dynamo.utils import preserve_rng_state
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import GraphArg, VariableBuilder, wrap_fx_proxy
@@ -314,6 +315,29 @@ def is_handle_input(node: Any) -> bool:
     """Tells whether a graph input is a handle that `node_argument` made."""
     argument = node.meta.get("grapharg")
     return argument is not None and isinstance(argument.source, _CallSource)
+
+
+MODULE_PART = "._modules["
+"""What stands in the path of something that belongs to a module."""
+
+
+def argument_path(node: Any) -> str | None:
+    """Names the argument of the traced function that a graph input is, as in ``x``, ``batch.ids`` or ``kwargs['x']``.
+
+    None for what is no argument, and no part of one.
+    """
+    argument = node.meta.get("grapharg")
+    if argument is None or isinstance(argument.source, _CallSource):
+        return None
+    name = argument.source.name
+    found = re.fullmatch(r"L\['(\w+)'\](.*)", str(name() if callable(name) else name))
+    return None if found is None else "".join(found.groups())
+
+
+def is_tensor_size(node: Any) -> bool:
+    """Tells whether a graph input is the size of another: no number that somebody passes."""
+    argument = node.meta.get("grapharg")
+    return argument is not None and isinstance(argument.source, TensorPropertySource)
 
 
 def forget_traced_inputs(graph: Any) -> None:

@@ -78,6 +78,12 @@ def generate(
         int | None, typer.Option(help="Tokens in the KV pool. Default: what fits and can be used.")
     ] = None,
     layers: Depth = None,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            help="Launch each forward before the tokens of the one before it are read; same tokens."
+        ),
+    ] = True,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why the last forwards ran as they did.")
     ] = False,
@@ -110,7 +116,7 @@ def generate(
                 kernels=kernels,
                 is_debug=debug,
             ),
-            engine=EngineOptions(),
+            engine=EngineOptions(has_overlap=overlap),
             num_layers=layers,
             seed=seed,
             may_download=download,

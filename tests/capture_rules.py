@@ -129,6 +129,7 @@ ACCEPTED: dict[str, Callable[[torch.device], Code]] = {
     "masked_fill": _case(lambda x: x.masked_fill(x > 0.5, 0.0)),
     "masked_scatter": _case(lambda x: x.masked_scatter(x > 0.5, x)),
     "where": _case(lambda x: torch.where(x > 0.5, x, 0.0)),
+    "empty host list": _case(lambda x: torch.cat([torch.tensor([], device=x.device), x.flatten()])),
     "repeat_interleave by number": _case(lambda x: x.repeat_interleave(2, dim=0)),
     "repeat_interleave with output_size": _case_long(lambda x: x.repeat_interleave(x, output_size=6)),
     "nonzero_static": _case(lambda x: torch.nonzero_static(x, size=4)),

@@ -40,7 +40,8 @@ class Req:
         num_prompt_tokens: How many of them are the prompt.
         sampling: How to choose tokens.
         logprobs: Which log-probabilities it wants; None for none.
-        num_computed_tokens: Tokens whose keys and values are in the cache and final.
+        num_computed_tokens: Tokens whose keys and values are in the cache and final, for every forward that is
+            launched from now on.
         req_pool_index: Its row of the request table; None while it waits.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,10 @@ class CallPolicy:
             ``breakable`` on CUDA and ``none`` elsewhere.
         capture_after: Calls of a shape that run without a graph before one captures it, at least one.
         capture_sizes: Values of the varying size that get a graph; None for every one that is met.
+        dynamic_dims: Argument of the traced function to the dimension that follows the size, for example
+            ``{"input_ids": 1}``. A call between capture sizes runs at the next larger one, its inputs padded and its
+            outputs cut back, where that is sound; needs ``capture_sizes``. None pads nothing.
+        pad_values: Such an argument to what padded rows hold; 0 where not named.
         max_graphs: The most recordings that one compiled forward holds.
         outputs: ``copy`` returns fresh tensors; ``view`` returns graph-owned ones, which the next replay of
             the same shape overwrites.
@@ -38,6 +42,8 @@ class CallPolicy:
     capture: str = "auto"
     capture_after: int = 1
     capture_sizes: Sequence[int] | None = None
+    dynamic_dims: Mapping[str, int] | None = None
+    pad_values: Mapping[str, int | float | bool] | None = None
     max_graphs: int = 32
     outputs: str = "copy"
 
@@ -51,10 +57,33 @@ class CallPolicy:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1.")
         if self.capture_sizes is not None:
             validate_capture_sizes(self.capture_sizes)
+        self._check_padding()
         for one in dataclasses.fields(self):
             if self.capture == "none" and one.name != "capture" and getattr(self, one.name) != one.default:
                 raise ConfigError(
                     f"{one.name} is given, but capture is 'none' and nothing would use it: leave one of them out."
+                )
+
+    def _check_padding(self) -> None:
+        for name, value in (("dynamic_dims", self.dynamic_dims), ("pad_values", self.pad_values)):
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{name} must map argument names to values, as in {{'x': 0}}, got {type(value).__name__}."
+                )
+        for path, dim in (self.dynamic_dims or {}).items():
+            if type(path) is not str or type(dim) is not int:
+                raise ConfigError(
+                    f"dynamic_dims[{path!r}] is {dim!r}; it maps an argument's name to an integer."
+                )
+        if self.dynamic_dims is not None and self.capture_sizes is None:
+            raise ConfigError("dynamic_dims needs capture_sizes: without them nothing is padded.")
+        if self.dynamic_dims is not None and not self.dynamic_dims:
+            raise ConfigError("dynamic_dims is empty; name a dimension, as in {'x': 0}, or leave it out.")
+        for path in self.pad_values or {}:
+            if path not in (self.dynamic_dims or {}):
+                raise ConfigError(
+                    f"pad_values[{path!r}] is never used: dynamic_dims does not name it. "
+                    f"{nearest(path, self.dynamic_dims or ())}"
                 )
 
     def mode_on(self, devices: Sequence[torch.device]) -> CaptureMode | None:

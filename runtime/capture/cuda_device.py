@@ -27,6 +27,7 @@ from . import cuda_runtime
 from .cuda_graph import CudaGraph, generators_in_use
 from .cuda_pool_model import CudaPoolModel
 from .cuda_streams import StreamTracker, watch_streams
+from .cuda_workspaces import CaptureStream, take_stream
 from .device import GraphDevice, GraphPool, PoolMemory
 from .user_code import raising_user_line
 
@@ -39,7 +40,7 @@ class CudaPool(GraphPool):
     Args:
         device: The device.
         handle: A handle from ``torch.cuda.graph_pool_handle()``; a new one if None.
-        stream: The capture stream; a new one if None.
+        stream: The capture stream; one that is this pool's alone if None.
         error_mode: What CUDA forbids to other threads while capturing; ``thread_local`` nothing.
         generators: Further random generators that captured code draws from (the default one is known).
 
@@ -67,7 +68,10 @@ class CudaPool(GraphPool):
         self._hold: weakref.finalize[..., CudaPool] | None = None
         self._is_scope_open = False
         self.num_graphs = 0
-        self.stream = torch.cuda.Stream(device.torch_device) if stream is None else stream
+        self._libraries = take_stream(device.torch_device) if stream is None else CaptureStream(stream)
+        self.stream = self._libraries.stream
+        if stream is None:
+            weakref.finalize(self, self._libraries.give_back)
         self.error_mode: CaptureErrorMode = error_mode
         self.generators = generators
         self.tracker = StreamTracker(self.stream)
@@ -116,6 +120,7 @@ class CudaPool(GraphPool):
             self.stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(self.stream):
+                    self._libraries.make_workspaces()
                     yield
             finally:
                 caller.wait_stream(self.stream)

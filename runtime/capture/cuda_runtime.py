@@ -21,6 +21,7 @@ from ..errors import ReplayError
 _MEMCPY_DEVICE_TO_DEVICE = 3
 _NODE_TYPE_MEMCPY = 1
 _CAPTURE_ACTIVE = 1
+_STREAM_NON_BLOCKING = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class CudaRuntime:
         set_copy: ``cudaGraphExecMemcpyNodeSetParams1D(exec, node, target, source, bytes, kind) -> error``.
         capture_info: ``cuStreamGetCaptureInfo_v2``.
         node_type: ``cudaGraphNodeGetType``.
+        create_stream: ``cudaStreamCreateWithFlags(&stream, flags) -> error``.
         error_name: ``cudaGetErrorName``.
     """
 
@@ -39,6 +41,7 @@ class CudaRuntime:
     set_copy: Any
     capture_info: Any
     node_type: Any
+    create_stream: Any
     error_name: Any
 
     def last_copy_node(self, stream: int) -> int | None:
@@ -59,6 +62,17 @@ class CudaRuntime:
         if self.node_type(nodes[0], ctypes.byref(kind)) or kind.value != _NODE_TYPE_MEMCPY:
             return None
         return nodes[0]
+
+    def new_stream(self) -> int:
+        """Returns a new stream of the current device, which does not wait for the default stream.
+
+        Raises:
+            ReplayError: CUDA refused.
+        """
+        stream = ctypes.c_void_p()
+        self.check(self.create_stream(ctypes.byref(stream), _STREAM_NON_BLOCKING), "create a capture stream")
+        assert stream.value is not None, "CUDA reported success"
+        return stream.value
 
     def check(self, error: int, what: str) -> None:
         """Raises if a call failed.
@@ -96,6 +110,8 @@ def load() -> CudaRuntime | None:
     capture_info, node_type = driver.cuStreamGetCaptureInfo_v2, runtime.cudaGraphNodeGetType
     capture_info.argtypes = [pointer] * 6
     node_type.argtypes = [pointer, pointer]
+    create_stream = runtime.cudaStreamCreateWithFlags
+    create_stream.argtypes = [pointer, ctypes.c_uint]
     error_name = runtime.cudaGetErrorName
     error_name.argtypes, error_name.restype = [ctypes.c_int], ctypes.c_char_p
     return CudaRuntime(
@@ -103,6 +119,7 @@ def load() -> CudaRuntime | None:
         set_copy=set_copy,
         capture_info=capture_info,
         node_type=node_type,
+        create_stream=create_stream,
         error_name=error_name,
     )
 

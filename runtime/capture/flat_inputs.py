@@ -8,7 +8,7 @@ What is copied and what is written back are lists made once; nothing is walked a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 
 from .. import torch_private
 from ..errors import CaptureError
+from .call_padding import CallPadding, Form
 from .extents import overlaps_itself, span_bytes
+from .static_inputs import fill_tail
 
 # A buffer keeps the address of what it stands for modulo this, since kernels choose code by alignment.
 _ALIGNMENT_KEPT_BYTES = 16
@@ -82,14 +84,22 @@ def _alias_pattern(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
     return tuple(pattern)
 
 
+def share_memory(facts: InputFacts, args: Sequence[Any]) -> bool:
+    """Tells whether copied inputs share memory in a way that counts: where the forward writes inputs."""
+    return bool(facts.written) and _alias_pattern([args[index] for index in facts.copied]) is not None
+
+
 class FlatInputs:
     """Buffers for one shape of a flat call.
 
     Args:
         facts: Of the forward.
         args: A call's inputs; buffers hold their values until the first replay.
+        padding: How calls are padded, if they are.
+        size: The size that the buffers are for; None for that of the call, with what its inputs share kept.
 
     Attributes:
+        size: As given.
         views: The inputs that the forward is captured with.
         addresses: Where each static input lies, by its place.
         aliases: For each storage that a view has: the place of one input that lies in it.
@@ -98,8 +108,17 @@ class FlatInputs:
         CaptureError: An input that no buffer can stand in for; names its place.
     """
 
-    def __init__(self, facts: InputFacts, args: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        facts: InputFacts,
+        args: Sequence[Any],
+        *,
+        padding: CallPadding | None = None,
+        size: int | None = None,
+    ) -> None:
         self.views: list[Any] = list(args)
+        self.size = size
+        self._padding = padding if size is not None else None
         self.addresses = {index: args[index].data_ptr() for index in facts.static}
         self.aliases: dict[int, int] = {}
         groups: dict[int, list[int]] = {}
@@ -107,8 +126,15 @@ class FlatInputs:
             _refuse_unusual(index, args[index], is_written=index in facts.written)
             storage = args[index].untyped_storage().data_ptr()
             groups.setdefault(storage or -index - 1, []).append(index)
+        forms: Mapping[int, Form] = {}
+        if padding is not None and size is not None:
+            forms = padding.forms(args, size)
+            self.views = list(padding.at(args, size))
+        for index, (shape, strides) in forms.items():
+            self.views[index] = _padded_buffer(args[index], shape, strides)
         for members in groups.values():
-            for index, view in zip(members, _buffers([args[i] for i in members]), strict=True):
+            rest = [index for index in members if index not in forms]
+            for index, view in zip(rest, _buffers([args[i] for i in rest]), strict=True):
                 self.views[index] = view
         for index in (*facts.copied, *facts.static):
             storage = self.views[index].untyped_storage().data_ptr()
@@ -121,11 +147,14 @@ class FlatInputs:
             one is self.views[index] for one, index in zip(self._targets, facts.copied, strict=True)
         ]
         written = [index for index in facts.copied if index in facts.written]
+        self._written = written
         self._written_views = [self.views[index] for index in written]
         self._pick_written = _picker(written)
         self._conflicts = _conflicts(facts, args, has_written_copies=bool(written))
         self._copied = facts.copied
-        self.copy_in = self._copier()
+        self._padded_views = {index: self.views[index] for index in forms}
+        copy_in = self._copier()
+        self.copy_in = copy_in if self._padding is None else self._padding_copier(self._padding, copy_in)
         self.copy_in(args)
 
     def _copier(self) -> Callable[[Sequence[Any]], None]:
@@ -144,6 +173,26 @@ class FlatInputs:
             return copy_one
         copy_each = torch_private.copy_each
         return lambda args: copy_each(targets, pick(args))
+
+    def _padding_copier(
+        self, padding: CallPadding, copy_whole: Callable[[Sequence[Any]], None]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Returns what copies a call's inputs in and pads what is past them."""
+
+        def copy_in(args: Sequence[Any]) -> None:
+            real = args[padding.size]
+            if real == self.size:
+                copy_whole(args)
+                return
+            for index, target in zip(self._copied, self._targets, strict=True):
+                if index in self._padded_views:
+                    view = self._padded_views[index]
+                    _dense(padding.real(index, view, real)).copy_(_dense(args[index]))
+                    fill_tail(_dense(padding.tail(index, view, real)), padding.pad_values.get(index, 0))
+                else:
+                    target.copy_(_dense(args[index]))
+
+        return copy_in
 
     def refuse_reshaped(self) -> None:
         """Call after the forward ran on the buffers.
@@ -183,7 +232,13 @@ class FlatInputs:
             left_alone: Storages that are not written to: an earlier output that came back as an input was
                 valid until this replay, which left its new outputs there.
         """
-        pairs = list(zip(self._pick_written(args), self._written_views, strict=True))
+        views = self._written_views
+        if self._padding is not None and args[self._padding.size] != self.size:
+            real, padding = args[self._padding.size], self._padding
+            views = [
+                padding.real(index, view, real) for index, view in zip(self._written, views, strict=True)
+            ]
+        pairs = list(zip(self._pick_written(args), views, strict=True))
         if left_alone:
             pairs = [pair for pair in pairs if pair[0].untyped_storage().data_ptr() not in left_alone]
         if pairs:
@@ -245,6 +300,12 @@ def _buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             )
             views.append(view)
     return views
+
+
+def _padded_buffer(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """Allocates a buffer of another form for a tensor, which is given when inputs are copied in."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .. import torch_private
-from .device import GraphPool
+from ..errors import CaptureError
+from .call_padding import CallPadding
 from .extents import bytes_of, lazy_bits, overlaps_itself, span_bytes
 
 # Gives one output of a replay from the call's inputs, the recording's outputs, and copied memories.
@@ -27,8 +28,9 @@ class FlatOutputs:
         outputs: What the forward returned while capturing, flat.
         inputs: What it was called with then.
         aliases: For each storage of an input: the place of one that lies in it.
-        pool: The pool that was captured on.
+        owns: Tells of fresh memory: that of the pool that was captured on.
         is_copied: Whether calls get copies; else views of graph memory, which this object then owns.
+        padding: How calls were padded, if they were.
 
     Attributes:
         own_storages: Of the graph memory that calls get.
@@ -39,10 +41,12 @@ class FlatOutputs:
         outputs: Sequence[Any],
         inputs: Sequence[Any],
         aliases: Mapping[int, int],
-        pool: GraphPool,
+        owns: Callable[[torch.Tensor], bool],
         *,
         is_copied: bool,
+        padding: CallPadding | None = None,
     ) -> None:
+        self._padding = padding
         self._memories: list[_SharedMemory] = []
         own: set[int] = set()
         steps: dict[int, _Step] = {}
@@ -52,8 +56,9 @@ class FlatOutputs:
             if not isinstance(output, torch.Tensor):
                 steps[index] = _constant(output)
             elif storage in aliases:
+                self._refuse_padded_view(output, inputs, aliases[storage])
                 steps[index] = _of_input(output, inputs, aliases[storage])
-            elif storage and not pool.owns(output):
+            elif storage and not owns(output):
                 steps[index] = _constant(output)  # Memory of the forward's own, such as a constant.
             elif is_copied:
                 groups.setdefault(storage or -index - 1, []).append(index)
@@ -62,11 +67,18 @@ class FlatOutputs:
                 steps[index] = _view_of(output)
         for members in groups.values():
             if len(members) == 1 and _keeps_strides(outputs[members[0]]):
-                steps[members[0]] = _clone(members[0])
+                steps[members[0]] = _clone(members[0]) if padding is None else _cut(members[0], padding)
             else:
                 steps.update(self._shared(members, outputs))
         self.own_storages = frozenset(own)
         self._steps = [steps[index] for index in range(len(outputs))]
+
+    def _refuse_padded_view(self, output: torch.Tensor, inputs: Sequence[Any], index: int) -> None:
+        if self._padding is not None and index in self._padding.dims and output is not inputs[index]:
+            raise CaptureError(
+                f"An output is a view of input {index}, which is padded: no view of the caller's tensor can stand for "
+                "it. Return a copy, or compile without dynamic_dims."
+            )
 
     def _shared(self, members: list[int], outputs: Sequence[torch.Tensor]) -> dict[int, _Step]:
         """Returns the steps of outputs that lie in one memory."""
@@ -91,7 +103,15 @@ class FlatOutputs:
             recorded: The recording's outputs.
         """
         memories = [memory.copied(recorded) for memory in self._memories]
-        return [step(args, recorded, memories) for step in self._steps]
+        outputs = [step(args, recorded, memories) for step in self._steps]
+        padding = self._padding
+        if padding is None:
+            return outputs
+        real = args[padding.size]
+        return [
+            output if dim is None or output.shape[dim] == real else padding.cut(index, output, real)
+            for index, (output, dim) in enumerate(zip(outputs, padding.output_dims, strict=True))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +142,10 @@ def _constant(value: Any) -> _Step:
 
 def _clone(index: int) -> _Step:
     return lambda args, recorded, memories: recorded[index].clone()
+
+
+def _cut(index: int, padding: CallPadding) -> _Step:
+    return lambda args, recorded, memories: padding.cut(index, recorded[index], args[padding.size]).clone()
 
 
 def _view_of(owner: torch.Tensor) -> _Step:

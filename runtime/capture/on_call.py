@@ -19,15 +19,19 @@ from typing import Any
 import torch
 
 from .. import torch_private
+from ..errors import CaptureError
 from ..mark import active_capture
 from ..records import CallStats
+from .call_padding import GUARDED, CallPadding
 from .call_policy import CallPolicy
+from .captured import ALIASED_INPUTS, SIZE_OVER_LARGEST
 from .device import GraphPool
 from .devices import graph_device_for
-from .flat_inputs import FlatInputs, InputFacts, key_maker
+from .flat_inputs import FlatInputs, InputFacts, key_maker, share_memory
 from .flat_outputs import FlatOutputs
 from .recording import Recording
 from .session import CaptureMode, CaptureSession, is_session_open
+from .sizes import padded_size
 
 _logger = logging.getLogger(__name__)
 
@@ -79,6 +83,7 @@ class OnCallCapture:
         facts: Of its inputs.
         mode: How sessions capture.
         policy: When.
+        padding: How calls are padded to capture sizes, or why they are not; None where nobody asked for it.
         name: For reports.
         held: Tensors that the forward holds itself and may be given other memory (parameters of a module
             that was traced with them inside).
@@ -99,6 +104,7 @@ class OnCallCapture:
         mode: CaptureMode,
         policy: CallPolicy,
         name: str,
+        padding: CallPadding | str | None = None,
         held: Sequence[torch.Tensor] = (),
         is_borrowed: Callable[[Any], bool] | None = None,
     ) -> None:
@@ -113,6 +119,10 @@ class OnCallCapture:
         self._name = name
         self._held = list(held)
         self._is_borrowed = is_borrowed
+        self._padding = padding if isinstance(padding, CallPadding) else None
+        self._no_padding = padding if isinstance(padding, str) else NOT_LISTED
+        self._sizes = tuple(policy.capture_sizes or ())
+        self._not_admitted: set[Any] = set()
         self._key = key_maker(facts)
         self._is_copied = policy.outputs == "copy"
         # By code that is not ours.
@@ -129,6 +139,7 @@ class OnCallCapture:
         self._without_graph: collections.Counter[str] = collections.Counter()
         self._num_captures = 0
         self._num_replays = 0
+        self._num_padded = 0
         _FORWARDS.add(self)
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -137,21 +148,27 @@ class OnCallCapture:
         Returns:
             As the forward does. Tensors are fresh or the caller's own; with ``outputs="view"`` graph-owned.
         """
-        key = self._key(args)
+        size = None
+        if self._padding is not None:
+            size = padded_size(args[self._padding.size], self._sizes)
+        key = self._key(args if self._padding is None or size is None else self._padding.at(args, size))
         found = self._by_key.get(key)
         if found is None or active_capture() is not None or self._is_capturing():
-            return self._run_without_graph(key, args, None)
+            return self._run_without_graph(key, args, None, size)
         values = [*args, *self._held]
         for captured in found:
             if captured.is_at_home(values):
                 break
         else:
-            return self._run_without_graph(key, args, MOVED)
+            return self._run_without_graph(key, args, MOVED, size)
         inputs, recording, pool = captured.inputs, captured.recording, captured.recording.pool
         if inputs.conflicts_with(args):
-            return self._run_without_graph(key, args, CONFLICT)
+            return self._run_without_graph(key, args, CONFLICT, size)
         if pool.is_held():
-            return self._run_without_graph(key, args, IN_USE)
+            return self._run_without_graph(key, args, IN_USE, size)
+        is_padded = self._padding is not None and args[self._padding.size] != size
+        if is_padded and inputs.size is None:
+            return self._run_without_graph(key, args, ALIASED_INPUTS, size)
         with pool.exclusive("replay"):
             pool.order_after_last_use()
             inputs.copy_in(args)
@@ -159,6 +176,7 @@ class OnCallCapture:
             if inputs.has_written:
                 inputs.copy_back(args, captured.outputs.own_storages)
             self._num_replays += 1
+            self._num_padded += is_padded
             return captured.outputs.of_call(args, recording.outputs)
 
     def stats(self) -> CallStats:
@@ -174,6 +192,7 @@ class OnCallCapture:
                 num_breaks=max((one.num_breaks for one in recordings), default=0),
                 num_captures=self._num_captures,
                 num_replays=self._num_replays,
+                num_padded=self._num_padded,
                 without_graph=dict(self._without_graph),
                 failures=tuple(dict.fromkeys(self._failures.values())),
             )
@@ -184,19 +203,21 @@ class OnCallCapture:
 
     # Without a graph
 
-    def _run_without_graph(self, key: Any, args: tuple[Any, ...], reason: str | None) -> Sequence[Any]:
+    def _run_without_graph(
+        self, key: Any, args: tuple[Any, ...], reason: str | None, size: int | None
+    ) -> Sequence[Any]:
         """Runs the forward as it is, or captures it on the way."""
         with self._tables:
-            decided = self._reason(key, args, reason)
+            decided = self._reason(key, args, reason, size)
             self._without_graph[decided] += 1
             is_first = self._without_graph[decided] == 1
         if is_first and decided not in (WARM_UP, CAPTURING):
             _logger.info("%s: ran without a graph, reason %s", self._name, decided)
         if decided is CAPTURING:
-            return self._capture(key, args)
+            return self._capture(key, args, size)
         return self._forward(*args)
 
-    def _reason(self, key: Any, args: tuple[Any, ...], reason: str | None) -> str:
+    def _reason(self, key: Any, args: tuple[Any, ...], reason: str | None, size: int | None) -> str:
         """Says why this call has no graph; counts the shape."""
         if active_capture() is not None or is_session_open() or self._is_capturing():
             return INSIDE_CAPTURE
@@ -204,15 +225,18 @@ class OnCallCapture:
             return IN_USE
         if self._facts.refusal is not None:
             return self._facts.refusal
-        if reason is CONFLICT:
-            return CONFLICT
+        if reason is CONFLICT or reason is ALIASED_INPUTS:
+            return reason
         if key in self._failures:
             return FAILED
         if key in self._in_progress:
             return WARM_UP
-        sizes = self._policy.capture_sizes
-        if sizes is not None and not any(value in sizes for value in self._sizes_of(args)):
-            return NOT_LISTED
+        if self._padding is not None:
+            refused = self._why_not_padded(key, args, self._padding, size)
+            if refused is not None:
+                return refused
+        elif self._sizes and not any(value in self._sizes for value in self._sizes_of(args)):
+            return self._no_padding
         count = self._counted.pop(key, 0) + 1
         num_captures, first = self._captures_of[key], self._policy.capture_after
         if count <= min(first << min(num_captures, 16), max(first, _MOST_CALLS_BEFORE_RECAPTURE)):
@@ -226,9 +250,26 @@ class OnCallCapture:
         self._in_progress[key] = count
         return CAPTURING
 
+    def _why_not_padded(
+        self, key: Any, args: tuple[Any, ...], padding: CallPadding, size: int | None
+    ) -> str | None:
+        """Says why a call cannot run at a capture size; None where it can, or is of that size."""
+        if size is None:
+            return SIZE_OVER_LARGEST
+        if args[padding.size] == size:
+            return None
+        if share_memory(self._facts, args):
+            return ALIASED_INPUTS
+        if key not in self._not_admitted and not padding.admits(args, size):
+            self._not_admitted.add(key)
+        return GUARDED if key in self._not_admitted else None
+
     def _sizes_of(self, args: tuple[Any, ...]) -> set[int]:
         sizes = {args[index] for index in self._facts.keyed if type(args[index]) is int}
-        for index in self._facts.varying:
+        shown = self._facts.varying
+        if not sizes and not shown:
+            shown = self._facts.copied  # Compiled for one size.
+        for index in shown:
             sizes.update(args[index].shape)
         return sizes
 
@@ -242,8 +283,11 @@ class OnCallCapture:
 
     # Capturing
 
-    def _capture(self, key: Any, args: tuple[Any, ...]) -> Sequence[Any]:
-        """Runs the call as it is and records its shape; what cannot be recorded runs as it is from now on."""
+    def _capture(self, key: Any, args: tuple[Any, ...], size: int | None) -> Sequence[Any]:
+        """Runs the call and records its shape; what cannot be recorded runs as it is from now on.
+
+        At a capture size the call runs padded already, as replays will: kernels that look at sizes are ready then.
+        """
         pool = self._pool_for_capture()
         is_done = False
         try:
@@ -252,10 +296,11 @@ class OnCallCapture:
                 pool.order_after_last_use()
                 self._free_dead()
                 with pool.on_capture_stream():
-                    outputs = self._forward(*args)
+                    padded = self._padded_inputs(args, size)
+                    outputs = self._forward(*args) if padded is None else self._run_padded(padded, args)
             _used_on(caller, outputs)
             try:
-                captured = self._record(pool, args)
+                captured = self._record(pool, args, padded)
             except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
                 self._note_failure(key, error)
             else:
@@ -267,6 +312,29 @@ class OnCallCapture:
                 if not is_done:  # The forward raised: another call captures.
                     self._counted[key] = count - 1
         return outputs
+
+    def _padded_inputs(self, args: tuple[Any, ...], size: int | None) -> FlatInputs | None:
+        """Returns buffers of a capture size that hold a call's inputs; None where the call is captured as it is."""
+        if size is None or share_memory(self._facts, args):
+            return None
+        try:
+            return FlatInputs(self._facts, args, padding=self._padding, size=size)
+        except CaptureError:
+            return None  # The recording meets the same error, when the call is done.
+
+    def _run_padded(self, inputs: FlatInputs, args: tuple[Any, ...]) -> Sequence[Any]:
+        """Runs the forward at a capture size, on the buffers that it will be recorded with."""
+        outputs = list(self._forward(*inputs.views))
+        if inputs.has_written:
+            inputs.copy_back(args, frozenset())
+        plan_for = partial(
+            FlatOutputs, outputs, inputs.views, owns=lambda _: True, is_copied=True, padding=self._padding
+        )
+        try:
+            plan = plan_for(inputs.aliases)
+        except CaptureError:
+            plan = plan_for({})  # Copies all; the recording meets the same error.
+        return plan.of_call(args, outputs)
 
     def _pool_for_capture(self) -> GraphPool:
         with self._tables:
@@ -289,9 +357,9 @@ class OnCallCapture:
                 self._drop(surplus)
             self._by_key[key] = (captured, *self._by_key.get(key, ()))
 
-    def _record(self, pool: GraphPool, args: tuple[Any, ...]) -> _Captured:
-        """Records the forward at the shape of a call; nothing is executed."""
-        inputs = FlatInputs(self._facts, args)
+    def _record(self, pool: GraphPool, args: tuple[Any, ...], padded: FlatInputs | None) -> _Captured:
+        """Records the forward at the shape of a call, or on buffers that there are; nothing is executed."""
+        inputs = FlatInputs(self._facts, args) if padded is None else padded
         session = CaptureSession(
             pool,
             mode=self._mode,
@@ -302,7 +370,14 @@ class OnCallCapture:
         with session:
             outputs = list(self._forward(*inputs.views))
             inputs.refuse_reshaped()
-            plan = FlatOutputs(outputs, inputs.views, inputs.aliases, pool, is_copied=self._is_copied)
+            plan = FlatOutputs(
+                outputs,
+                inputs.views,
+                inputs.aliases,
+                pool.owns,
+                is_copied=self._is_copied,
+                padding=None if padded is None else self._padding,
+            )
             session.set_outputs(outputs)
             del outputs
         assert session.recording is not None

@@ -28,19 +28,24 @@ def flashinfer_kernels(others: KernelSet) -> KernelSet:
     """
     flashinfer = import_flashinfer(purpose="run the kernel set 'flashinfer'")
 
+    # FlashInfer launches an empty grid for no tokens, which CUDA refuses.
+
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return flashinfer.rmsnorm(x, weight, eps)
+        return flashinfer.rmsnorm(x, weight, eps) if x.numel() else others.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        flashinfer.fused_add_rmsnorm(x_TE, residual_TE, weight_E, eps)
+        if x_TE.numel():
+            flashinfer.fused_add_rmsnorm(x_TE, residual_TE, weight_E, eps)
         return x_TE, residual_TE
 
     def silu_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
-        return flashinfer.silu_and_mul(gate_up_TM2)
+        return flashinfer.silu_and_mul(gate_up_TM2) if gate_up_TM2.numel() else others.silu_mul(gate_up_TM2)
 
     def gelu_tanh_mul(gate_up_TM2: torch.Tensor) -> torch.Tensor:
+        if not gate_up_TM2.numel():
+            return others.gelu_tanh_mul(gate_up_TM2)
         return flashinfer.gelu_tanh_and_mul(gate_up_TM2)
 
     return dataclasses.replace(

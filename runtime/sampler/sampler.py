@@ -66,7 +66,7 @@ def invalid_logits(req: Req) -> SamplingError:
     """Returns the error for a request whose logits held NaN."""
     return SamplingError(
         f"The logits of request {req.request_id!r} hold NaN, or their largest is infinite, after "
-        f"{req.num_computed_tokens} computed tokens, so no token can be chosen. "
+        f"{len(req.token_ids)} tokens, so no token can be chosen. "
         "Other requests are not touched. Run again with a plan that is eager, or in debug "
         "mode, to see whether capture is the cause; then look at the weights and the dtype."
     )

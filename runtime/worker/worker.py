@@ -35,9 +35,9 @@ class WorkerOptions:
     """Switches of a worker.
 
     Attributes:
-        has_overlap: The scheduler prepares the next batch while this one runs.
+        has_overlap: The next forward is launched before the tokens of this one are read.
         has_speculation: Drafts are verified.
-        delays_sampling: With overlap, sample after the next batch was prepared.
+        delays_sampling: With overlap, sample when the tokens are asked for, also without a grammar.
         pipeline: The worker's place among pipeline ranks.
     """
 

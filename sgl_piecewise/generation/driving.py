@@ -68,6 +68,8 @@ def first_token(engine: OfflineEngine, prompt_ids: Sequence[int]) -> int | None:
 def begin_decoding(engine: OfflineEngine, prompts: Sequence[Sequence[int]], num_steps: int) -> None:
     """Brings an idle engine to where each step is one decode of all prompts; `OfflineEngine.drop_all` ends it.
 
+    With overlap the first decode is in flight then, and each step launches the one that the next step reads.
+
     Args:
         engine: Does not mix prompts and decoding, so that all prompts are through at the same step.
         prompts: Their tokens.

@@ -1,11 +1,16 @@
-"""The offline engine: requests in, token events out, one forward per step.
+"""The offline engine: requests in, token events out, the tokens of one forward per step.
 
 It owns the scheduler and the worker and keeps one promise: between two steps every slot of the
 pools belongs to exactly one running request or is free, whatever was interrupted or failed.
+
+With overlap the host works while the device computes: a step launches the next forward before it
+reads the tokens of the one in flight. Only then does it show which requests had ended. Their rows of the
+newer forward are dropped; a request's slots, those of that row included, are given back once, at its end.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,9 +21,11 @@ from sgl_piecewise.runtime.batch.scheduling import release_out_of_window
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.interrupts import HeldInterrupts
 from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
+from sgl_piecewise.runtime.records import LapClock
 from sgl_piecewise.runtime.sampler.sampler import INVALID_TOKEN, invalid_logits
 from sgl_piecewise.runtime.worker.worker import TpModelWorker, WorkerOptions
 
+from .in_flight import StepInFlight, UnreadRow
 from .logprobs import StepLogprobs, TokenLogprob
 from .requests import FinishReason, GenerationOutput, GenerationRequest, RunningRequest, TokenEvent
 from .scheduler import Scheduler, SchedulerOptions
@@ -32,10 +39,13 @@ class EngineOptions:
     Attributes:
         chunk_tokens: New tokens of one prompt in one forward; None for all that a forward takes.
         mixes: Whether prompts and decoding requests share a forward.
+        has_overlap: Whether the next forward is launched before the tokens of this one are read. Tokens are
+            the same; a request that ends by its tokens has one more row computed, which is dropped.
     """
 
     chunk_tokens: int | None = None
     mixes: bool = True
+    has_overlap: bool = True
 
 
 class OfflineEngine:
@@ -49,6 +59,9 @@ class OfflineEngine:
     Attributes:
         runner: The model runner, with its log.
         scheduler: Waiting and running requests.
+        clock: Host seconds of steps: ``schedule``, ``launch``, ``wait`` (for tokens) and ``hand out``. While
+            steps wait at all, a forward was launched behind the one that they wait for.
+        num_dropped_rows: Rows of forwards that were computed for requests that had ended.
     """
 
     def __init__(
@@ -69,7 +82,12 @@ class OfflineEngine:
             runner.req_to_token,
         )
         self._tokenizer = tokenizer
-        self._worker = TpModelWorker(runner, WorkerOptions())
+        self.clock = LapClock()
+        self.num_dropped_rows = 0
+        self._has_overlap = options.has_overlap
+        self._worker = TpModelWorker(runner, WorkerOptions(has_overlap=options.has_overlap))
+        # Oldest first; two only inside a step, and after one that failed.
+        self._in_flight: collections.deque[StepInFlight] = collections.deque()
         self._num_requests = 0
         self._names: set[str] = set()
         self._is_at_work = False
@@ -114,11 +132,13 @@ class OfflineEngine:
 
     def drop_all(self) -> None:
         """Forgets every request and gives back what it held."""
+        # What still computes writes to slots that are free now; who gets them writes after it, on the same stream.
+        self._in_flight.clear()
         self.scheduler.drop_all()
         self._names.clear()
 
     def step(self) -> list[TokenEvent]:
-        """Runs one forward.
+        """Reads the tokens of one forward; launches it first where none is in flight, and the next one behind it.
 
         Returns:
             What came of it, request by request; nothing for prompts that are not through.
@@ -128,29 +148,11 @@ class OfflineEngine:
         """
         # Whole or not at all: an interrupt between taking slots and noting whose they are would lose them.
         with HeldInterrupts(is_everywhere=True):
-            decided = self.scheduler.next_batch()
-            if decided is None:
-                return []
-            batch, members = decided
-            runner = self.runner
-            num_new = batch.extend_lens or [1] * len(members)
-            result = self._worker.forward_batch_generation(batch)
-            sampled = result.tokens()
-            assert sampled is not None, "a generating forward samples"
-            token_ids = sampled.next_token_ids.tolist()
-            logprobs = None if sampled.logprobs is None else StepLogprobs(sampled.logprobs)
-            events = []
-            for index, (one, new, token_id) in enumerate(zip(members, num_new, token_ids, strict=True)):
-                if logprobs is not None:
-                    one.take_prompt_logprobs(logprobs, index)
-                one.req.num_computed_tokens += new
-                release_out_of_window(one.req, runner.pool, runner.allocator, runner.req_to_token)
-                if one.num_missing_tokens == 0:
-                    logprob = None
-                    if logprobs is not None and one.request.logprobs is not None:
-                        logprob = logprobs.of_next_token(index, token_id)
-                    events.append(self._advance(one, token_id, logprob))
-            return events
+            if not self._in_flight:
+                self._launch()
+            if self._has_overlap and len(self._in_flight) == 1:
+                self._launch(behind=self._in_flight[0])
+            return self._read(self._in_flight[0]) if self._in_flight else []
 
     def stream(self, requests: Iterable[GenerationRequest]) -> Iterator[TokenEvent]:
         """Generates for requests; yields events as they come.
@@ -194,6 +196,60 @@ class OfflineEngine:
                     if on_event is not None:
                         on_event(event)
         return [output_of(members[name], ends[name]) for name in names]
+
+    def _launch(self, behind: StepInFlight | None = None) -> None:
+        """Launches the next forward, if one can be decided.
+
+        One that fails has taken slots, which are its requests' own, and nothing else: it can be tried again.
+        """
+        with self.clock.phase("schedule"):
+            decided = self.scheduler.next_batch(behind)
+        if decided is None:
+            return
+        batch, members = decided
+        with self.clock.phase("launch"):
+            sampled = self._worker.forward_batch_generation(batch).tokens()
+            assert sampled is not None, "a generating forward samples"
+            self._in_flight.append(StepInFlight(batch, members, sampled))
+        with self.clock.phase("schedule"):
+            runner = self.runner
+            for one in members:
+                # The forward just launched may still read them; a later one that gets them writes after it.
+                release_out_of_window(one.req, runner.pool, runner.allocator, runner.req_to_token)
+
+    def _read(self, step: StepInFlight) -> list[TokenEvent]:
+        """Reads the oldest step in flight, row by row: one that fails is not read again."""
+        with self.clock.phase("wait"):
+            found = step.copy.wait()
+        with self.clock.phase("hand out"):
+            token_ids = found.next_token_ids.tolist()
+            logprobs = None if found.logprobs is None else StepLogprobs(found.logprobs)
+            events = []
+            while step.unread:
+                row = step.unread.popleft()
+                event = self._read_row(row, token_ids[row.index], logprobs)
+                if event is not None:
+                    events.append(event)
+            self._in_flight.popleft()
+            while self._in_flight and not self._in_flight[0].is_wanted:
+                self.num_dropped_rows += len(self._in_flight.popleft().unread)
+            return events
+
+    def _read_row(self, row: UnreadRow, token_id: int, logprobs: StepLogprobs | None) -> TokenEvent | None:
+        """Gives a request what a step computed for it; nothing to one that has ended."""
+        one = row.one
+        if one.has_ended:
+            self.num_dropped_rows += 1
+            return None
+        one.num_tokens_in_flight -= row.has_token
+        if logprobs is not None:
+            one.take_prompt_logprobs(logprobs, row.index)
+        if not row.has_token:
+            return None
+        logprob = None
+        if logprobs is not None and one.request.logprobs is not None:
+            logprob = logprobs.of_next_token(row.index, token_id)
+        return self._advance(one, token_id, logprob)
 
     @contextlib.contextmanager
     def _work(self, requests: Iterable[GenerationRequest]) -> Iterator[list[str]]:
@@ -286,6 +342,7 @@ class OfflineEngine:
             )
 
     def _end(self, one: RunningRequest) -> None:
+        one.has_ended = True
         self.scheduler.end(one)
         self._names.discard(one.req.request_id)
 

@@ -93,5 +93,7 @@ def closing_line(engine: OfflineEngine, num_tokens: int, clock: PhaseClock) -> s
     )
     retractions = engine.scheduler.num_retractions
     waited = f"; {retractions} retracted for want of slots" if retractions else ""
+    rows = engine.num_dropped_rows
+    dropped = f"; {rows} row{'s' * (rows > 1)} computed for requests that had ended" if rows else ""
     forwards = engine.runner.log.summary()
-    return f"{num_tokens} tokens in {generate_s:.2f} s ({rate}, {device}). Forwards: {forwards}{waited}."
+    return f"{num_tokens} tokens in {generate_s:.2f} s ({rate}, {device}). Forwards: {forwards}{waited}{dropped}."

@@ -121,6 +121,8 @@ class RunningRequest:
         text: Makes text of new tokens, and finds what ends it.
         logprobs: Of new tokens so far, where they are wanted.
         prompt_logprobs: Of prompt tokens so far, likewise.
+        num_tokens_in_flight: New tokens that are sampled on the device and were not read yet.
+        has_ended: Whether it ended; tokens that are still in flight are nobody's.
     """
 
     req: Req
@@ -128,16 +130,23 @@ class RunningRequest:
     text: TextStream
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_tokens_in_flight: int = 0
+    has_ended: bool = False
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, without those in flight."""
         return len(self.req.token_ids) - self.req.num_prompt_tokens
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens that are known and not computed; 1 while it decodes, more while it is prefilled."""
-        return len(self.req.token_ids) - self.req.num_computed_tokens
+        """Tokens that are known or in flight, and not computed; 1 while it decodes, more while it is prefilled."""
+        return len(self.req.token_ids) + self.num_tokens_in_flight - self.req.num_computed_tokens
+
+    @property
+    def has_last_token(self) -> bool:
+        """Whether it has, once those in flight are read, as many new tokens as it may."""
+        return self.num_new_tokens + self.num_tokens_in_flight >= self.request.max_new_tokens
 
     def take_prompt_logprobs(self, found: StepLogprobs, index: int) -> None:
         """Takes those of a forward that computed some of the prompt.

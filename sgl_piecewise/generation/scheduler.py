@@ -3,6 +3,9 @@
 Requests that decode go first, one token each; what is left of the budget goes to prompts, in the
 order they came, cut into chunks. Where the pool is full, requests wait; where those that run
 cannot go on, the last one to come gives its slots back and is computed again later.
+
+A forward may be decided before the tokens of the one in flight are read. Such a request counts as
+going on, unless the token in flight is the last it may have: it then waits for its end.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.kv.allocator import KVSlotAllocator
 from sgl_piecewise.runtime.kv.req_to_token import ReqToTokenPool
 
+from .in_flight import StepInFlight
 from .requests import RunningRequest
 
 
@@ -75,9 +79,22 @@ class Scheduler:
         self._allocator = allocator
         self._table = table
 
-    def next_batch(self) -> tuple[ScheduleBatch, list[RunningRequest]] | None:
-        """Decides the next forward, and takes its slots; None where nothing is left to do."""
-        decoding = [one for one in self.running if one.num_missing_tokens == 1]
+    def next_batch(
+        self, behind: StepInFlight | None = None
+    ) -> tuple[ScheduleBatch, list[RunningRequest]] | None:
+        """Decides the next forward, and takes its slots.
+
+        Args:
+            behind: The step in flight, whose tokens become input ids as they are. Then no request gives its
+                slots back: what is in flight of it may be its end, and leave room for the others.
+
+        Returns:
+            The decision and its requests; None where nothing is left to do, or nothing before the step in
+            flight is read.
+        """
+        decoding = [one for one in self.running if one.num_missing_tokens == 1 and not one.has_last_token]
+        if behind is not None and not self._can((one, 1) for one in decoding):
+            return None
         prefilling = [one for one in self.running if one.num_missing_tokens > 1]
         decodes_now = self.options.mixes or not (prefilling or self._admits_next())
         chosen: list[tuple[RunningRequest, int]] = []
@@ -92,9 +109,11 @@ class Scheduler:
             mode = ForwardMode.MIXED if chosen else ForwardMode.EXTEND
         elif chosen:
             mode = ForwardMode.DECODE
-        else:
+        elif behind is None:
             return self._batch_of_last_resort()
-        return self._schedule(mode, chosen + prompts)
+        else:
+            return None
+        return self._schedule(mode, chosen + prompts, behind)
 
     def end(self, one: RunningRequest) -> None:
         """Gives back what a running request holds."""
@@ -111,7 +130,10 @@ class Scheduler:
         return dropped
 
     def _schedule(
-        self, mode: ForwardMode, chosen: list[tuple[RunningRequest, int]]
+        self,
+        mode: ForwardMode,
+        chosen: list[tuple[RunningRequest, int]],
+        behind: StepInFlight | None = None,
     ) -> tuple[ScheduleBatch, list[RunningRequest]]:
         members = [one for one, _ in chosen]
         batch = schedule(
@@ -120,6 +142,7 @@ class Scheduler:
             [num_new for _, num_new in chosen],
             self._allocator,
             self._table,
+            input_ids=None if behind is None else behind.input_ids(chosen),
         )
         return batch, members
 

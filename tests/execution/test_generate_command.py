@@ -44,6 +44,13 @@ def test_tokens_are_the_same_with_graphs_and_without_and_the_closing_line_says_w
     assert "mixed by extend none" in without.stderr
 
 
+def test_without_overlap_the_output_is_the_same() -> None:
+    prompts = ("--prompt-ids", "1,2,3", "--prompt-ids", "4,5,6,7,8,9,10", "--prompt-ids", "7")
+    found = [invoke(*QUICK, *GRAPHS_OFF, *prompts, switch) for switch in ("--overlap", "--no-overlap")]
+    assert found[0].exit_code == 0, found[0].stderr
+    assert found[0].stdout == found[1].stdout
+
+
 @pytest.mark.parametrize("ids", ["", "1,999999", ",".join(["1"] * 60)])
 def test_a_refused_prompt_is_told_alone(ids: str) -> None:
     result = invoke(*QUICK, "--prompt-ids", ids)

@@ -78,8 +78,8 @@ def refusal_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return _refusal_of_indices(func, args)
     if name == "aten::lift_fresh":
-        # Zero dimensions are baked, as a Python scalar is.
-        if args[0].dim() > 0:
+        # Zero dimensions are baked, as a Python scalar is; of an empty tensor nothing is copied.
+        if args[0].dim() > 0 and args[0].numel() > 0:
             return CaptureRefusal(
                 what="A tensor made from host data (torch.tensor([...]))", why=_HOST_DATA, remedy=_HOST_REMEDY
             )

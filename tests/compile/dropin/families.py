@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .support import CPU
+
 VOCABULARY = 32
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -71,7 +73,13 @@ def tiny_model(family: str, attention: str) -> Any:
 
 
 def generate(
-    forward: Callable[..., Any], model: Any, *, num_prompts: int, num_steps: int, max_len: int = 16
+    forward: Callable[..., Any],
+    model: Any,
+    *,
+    num_prompts: int,
+    num_steps: int,
+    max_len: int = 16,
+    device: torch.device = CPU,
 ) -> list[torch.Tensor]:
     """Runs prefill and decode steps with a static cache; returns all logits and the caches at the end."""
     from transformers import StaticCache
@@ -80,10 +88,10 @@ def generate(
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_prompts):
         cache = StaticCache(config=model.config, max_cache_len=max_len)
-        ids = torch.randint(3, VOCABULARY, (2, 5), generator=generator)
+        ids = torch.randint(3, VOCABULARY, (2, 5), generator=generator).to(device)
         position = 0
         for _ in range(num_steps + 1):
-            positions = torch.arange(position, position + ids.shape[1])
+            positions = torch.arange(position, position + ids.shape[1], device=device)
             output = forward(
                 input_ids=ids,
                 past_key_values=cache,

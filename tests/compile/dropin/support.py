@@ -12,6 +12,7 @@ from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.on_call import capture_stats
 from sgl_piecewise.runtime.records import CallStats
 
+CPU = torch.device("cpu")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -81,6 +82,31 @@ def assert_same(actual: Any, expected: Any, *, tolerance: float = 0.0) -> None:
             assert one == other
 
 
+def on_device(value: Any, device: torch.device) -> Any:
+    """Returns a module or nested value with its tensors on a device; what is there already stays as it is."""
+    if isinstance(value, torch.nn.Module):
+        return value.to(device)
+    leaves, spec = tree.flatten(value)
+    moved = [
+        leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device.type != device.type else leaf
+        for leaf in leaves
+    ]
+    return tree.unflatten(spec, moved)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Returns the state of a device's random numbers."""
+    return torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Puts back what `random_state` returned."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
 def aliases(result: Any, *given: Any) -> list[tuple[Any, ...]]:
     """Says of each tensor of a result what it is of the given tensors and of those before it."""
     known = [tensor for value in given for tensor in tensors_of(value)]
@@ -108,6 +134,7 @@ def assert_like_eager(
     min_replays: int = 1,
     dynamic: bool | None = None,
     before_call: Callable[[Any, int], None] | None = None,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Any:
     """Runs a model beside an eager copy of it and compares all that a user can see, call by call.
@@ -123,11 +150,13 @@ def assert_like_eager(
         min_replays: Calls that must have been served by a graph.
         dynamic: As of ``torch.compile``.
         before_call: Called with the model (each of the two) and the number of the call.
+        device: Where the model and the arguments go.
         options: Of the backend.
 
     Returns:
         The compiled function.
     """
+    fn = on_device(fn, device) if isinstance(fn, torch.nn.Module) else fn
     eager = copy.deepcopy(fn)
     compiled = drop_in(fn, dynamic=dynamic, **options)
     kept: list[tuple[Any, Any]] = []
@@ -137,16 +166,17 @@ def assert_like_eager(
         for call in calls:
             is_pair = len(call) == 2 and isinstance(call[0], tuple) and isinstance(call[1], dict)
             args, kwargs = call if is_pair else (call, {})
+            args, kwargs = on_device((args, kwargs), device)
             ours, others = copy.deepcopy((args, kwargs)), copy.deepcopy((args, kwargs))
             if before_call is not None:
                 before_call(eager, number)
                 before_call(fn, number)
-            state = torch.get_rng_state()
+            state = random_state(device)
             expected = eager(*others[0], **others[1])
-            state_after = torch.get_rng_state()
-            torch.set_rng_state(state)
+            state_after = random_state(device)
+            set_random_state(state, device)
             actual = compiled(*ours[0], **ours[1])
-            assert torch.equal(torch.get_rng_state(), state_after), "the random state differs"
+            assert torch.equal(random_state(device), state_after), "the random state differs"
             assert_same(actual, expected, tolerance=tolerance)
             relations = aliases(actual, ours, _state(fn)), aliases(expected, others, _state(eager))
             assert relations[0] == relations[1], f"call {number}: ours {relations[0]}, eager {relations[1]}"

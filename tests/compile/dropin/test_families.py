@@ -35,15 +35,16 @@ _WITHOUT_REPLAYS = {"falcon", "gemma3"}
     ("family", "attention"),
     [pytest.param(*cell, marks=[] if cell in _QUICK else pytest.mark.slow) for cell in _CELLS],
 )
-def test_family_generates_what_eager_does(family: str, attention: str) -> None:
+def test_family_generates_what_eager_does(family: str, attention: str, device: torch.device) -> None:
     register_sgl_eager()
-    model = tiny_model(family, attention)
-    expected = generate(model, model, num_prompts=2, num_steps=5)
-    actual = generate(drop_in(model), model, num_prompts=2, num_steps=5)
-    assert_same(actual, expected, tolerance=1e-5)
+    model = tiny_model(family, attention).to(device)
+    expected = generate(model, model, num_prompts=2, num_steps=5, device=device)
+    actual = generate(drop_in(model), model, num_prompts=2, num_steps=5, device=device)
+    assert_same(actual, expected, tolerance=1e-5 if device.type == "cpu" else 1e-4)
     if family not in _WITHOUT_REPLAYS:
         assert total("num_replays") >= 4, (without_graph(), failures())
-        assert not failures()
+        # Laying out a fresh cache copies a counter from host memory to a GPU: that prefill runs without a graph.
+        assert all(device.type == "cuda" and "cumulative_length" in failure for failure in failures())
     num_breaks = max(stats.num_breaks for stats in stats_now())
     if attention == "sgl_eager" and family != "opt":  # Dynamo splits OPT into a frame per layer.
         assert num_breaks == 2

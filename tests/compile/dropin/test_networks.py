@@ -76,3 +76,22 @@ def test_transformer_encoder_layer() -> None:
     assert_like_eager(
         model, [((x,), {"src_key_padding_mask": mask}), ((x + 1,), {"src_key_padding_mask": mask})]
     )
+
+
+@pytest.mark.parametrize("piece_compiler", ["fx", "inductor"])
+def test_numbers_of_modules_under_dynamic_shapes(piece_compiler: str) -> None:
+    """Dynamo makes them inputs and reads them in the graph; what it knows of them must reach the pieces.
+
+    No graph can hold the read, so the calls run without.
+    """
+
+    class Attention(nn.Module):
+        scaling = 0.3
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q + 1, q, scale=self.scaling)
+
+    calls = [(torch.randn(2, 3, size, 4),) for size in (5, 6, 7)]
+    assert_like_eager(
+        Attention(), calls, dynamic=True, piece_compiler=piece_compiler, tolerance=1e-5, min_replays=0
+    )

@@ -97,7 +97,7 @@ def without_tensors_computed(x: torch.Tensor) -> Any:
 
 
 def makes_its_own(x: torch.Tensor) -> Any:
-    return torch.ones(3, 4) * x + torch.tensor(2.0)
+    return torch.ones(3, 4, device=x.device) * x + torch.tensor(2.0)
 
 
 def complex_result(x: torch.Tensor) -> Any:
@@ -106,11 +106,11 @@ def complex_result(x: torch.Tensor) -> Any:
 
 
 def random_numbers(x: torch.Tensor) -> Any:
-    return doubled(x + torch.rand_like(x)) + torch.randn(3, 4)
+    return doubled(x + torch.rand_like(x)) + torch.randn(3, 4, device=x.device)
 
 
 def integers(x: torch.Tensor) -> Any:
-    return x.argsort(dim=-1), x > 0, x.to(torch.float16), torch.arange(x.shape[0])
+    return x.argsort(dim=-1), x > 0, x.to(torch.float16), torch.arange(x.shape[0], device=x.device)
 
 
 def empty_results(x: torch.Tensor) -> Any:
@@ -121,7 +121,7 @@ def in_place_on_own(x: torch.Tensor) -> Any:
     y = x.clone()
     y[0] = 5
     y[:, 1].mul_(y[:, 2])
-    y.index_fill_(1, torch.arange(2), 7.0)
+    y.index_fill_(1, torch.arange(2, device=x.device), 7.0)
     return y
 
 
@@ -144,8 +144,9 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("capture", ["breakable", "full"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program_behaves_as_in_eager(program: Any, capture: str) -> None:
-    assert_like_eager(program, [(X,), (X + 1,), (X.t().contiguous().t(),)], capture=capture)
+def test_program_behaves_as_in_eager(program: Any, capture: str, device: torch.device) -> None:
+    calls = [(X,), (X + 1,), (X.t().contiguous().t(),)]
+    assert_like_eager(program, calls, capture=capture, device=device)
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, writes_input])
@@ -246,17 +247,18 @@ def test_scalar_tensor_inputs_change_value() -> None:
 # Inputs that alias each other ----------------------------------------------------------------------
 
 
-def test_which_inputs_share_memory_is_part_of_the_shape() -> None:
-    base = tensors((6, 4))[0]
+def test_which_inputs_share_memory_is_part_of_the_shape(device: torch.device) -> None:
+    base = tensors((6, 4))[0].to(device)
+    x = X.to(device)
     calls = [
-        (X, X + 1),
-        (X, X),
+        (x, x + 1),
+        (x, x),
         (base[:3], base[3:]),
         (base[:3], base[2:5]),
         (base[1:4], base[:3]),
         (base[:3], base[:3].t().t()),
     ]
-    assert_like_eager(writes_input, calls, num_rounds=5)
+    assert_like_eager(writes_input, calls, num_rounds=5, device=device)
 
 
 def test_input_that_is_a_view_of_a_buffer() -> None:
@@ -313,6 +315,11 @@ class Stateful(nn.Module):
         self.register_buffer("cache", torch.zeros(8, 4))
         self.plain = torch.ones(4)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Takes the plain attribute along to another device."""
+        self.plain = fn(self.plain)
+        return super()._apply(fn, recurse)
+
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> Any:
         self.steps.add_(1)
         self.cache.index_put_((slots,), self.linear(x))
@@ -326,7 +333,9 @@ SLOTS = torch.tensor([4, 0, 2])
 
 @pytest.mark.parametrize("capture", ["breakable", "full"])
 @pytest.mark.parametrize("piece_compiler", ["fx", "inductor"])
-def test_buffers_are_updated_in_place_once_per_call(capture: str, piece_compiler: str) -> None:
+def test_buffers_are_updated_in_place_once_per_call(
+    capture: str, piece_compiler: str, device: torch.device
+) -> None:
     tolerance = 0.0 if piece_compiler == "fx" else 1e-5
     assert_like_eager(
         Stateful(),
@@ -335,39 +344,44 @@ def test_buffers_are_updated_in_place_once_per_call(capture: str, piece_compiler
         piece_compiler=piece_compiler,
         tolerance=tolerance,
         min_replays=4,
+        device=device,
     )
 
 
-def test_weights_updated_in_place_are_seen() -> None:
+def test_weights_updated_in_place_are_seen(device: torch.device) -> None:
     def update(model: Any, number: int) -> None:
         with torch.no_grad():
             model.linear.weight.fill_(number)
 
-    assert_like_eager(Stateful(), [(X, SLOTS)], num_rounds=6, before_call=update, min_replays=4)
+    assert_like_eager(
+        Stateful(), [(X, SLOTS)], num_rounds=6, before_call=update, min_replays=4, device=device
+    )
 
 
 @pytest.mark.parametrize("how", ["parameter", "data", "buffer", "attribute", "submodule"])
-def test_rebound_tensors_are_noticed(how: str) -> None:
+def test_rebound_tensors_are_noticed(how: str, device: torch.device) -> None:
     def rebind(model: Any, number: int) -> None:
         if number not in (3, 7):
             return
         generator = torch.Generator().manual_seed(number)
-        fresh = torch.randn(4, 4, generator=generator)
+        fresh = torch.randn(4, 4, generator=generator).to(device)
         if how == "parameter":
             model.linear.weight = nn.Parameter(fresh, requires_grad=False)
         elif how == "data":
             model.linear.weight.data = fresh
         elif how == "buffer":
-            model.cache = torch.zeros(8, 4)
+            model.cache = torch.zeros(8, 4, device=device)
         elif how == "attribute":
-            model.plain = torch.full((4,), 2.0)
+            model.plain = torch.full((4,), 2.0, device=device)
         else:
-            model.linear = nn.Linear(4, 4)
+            model.linear = nn.Linear(4, 4, device=device)
             with torch.no_grad():
                 model.linear.weight.copy_(fresh)
                 model.linear.bias.zero_()
 
-    assert_like_eager(Stateful(), [(X, SLOTS)], num_rounds=12, before_call=rebind, min_replays=2)
+    assert_like_eager(
+        Stateful(), [(X, SLOTS)], num_rounds=12, before_call=rebind, min_replays=2, device=device
+    )
 
 
 def test_moved_tensor_is_counted_and_captured_again() -> None:
@@ -387,10 +401,10 @@ def test_batch_norm_in_train_mode_updates_its_statistics_once() -> None:
     assert_like_eager(nn.BatchNorm1d(4), [(X,), (X * 3,)], num_rounds=4)
 
 
-def test_dropout_in_eval_and_in_train_mode() -> None:
+def test_dropout_in_eval_and_in_train_mode(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    assert_like_eager(model.eval(), [(X,)])
-    assert_like_eager(model.train(), [(X,)])
+    assert_like_eager(model.eval(), [(X,)], device=device)
+    assert_like_eager(model.train(), [(X,)], device=device)
 
 
 def test_autocast_and_modes() -> None:
