@@ -431,6 +431,7 @@ def test_on_a_gpu_reading_does_not_wait_for_what_was_launched_after() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_a_gpu_nothing_but_reading_waits_for_the_device() -> None:
     """A hidden wait between two launches, such as a copy from pageable memory, would undo the overlap."""
     one = OfflineEngine(make_runner(GRAPHS, device="cuda"), options=EngineOptions(chunk_tokens=16))
