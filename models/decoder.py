@@ -10,6 +10,7 @@ Shapes: `T` tokens, `D` head size, `E` hidden, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from sgl_piecewise.runtime.context import local_real_tokens
 from sgl_piecewise.runtime.kernels.kernel_set import TORCH_KERNELS, KernelSet
 
 from .config import DecoderConfig
-from .layers import Attention, Building, DecoderLayer, OutputNormedLayer, RMSNorm, linear
+from .layers import Attention, Building, DecoderLayer, Linear, OutputNormedLayer, RMSNorm
 from .rope import RotaryEmbedding
 
 
@@ -85,11 +86,15 @@ class Decoder(nn.Module):
             layer_class(config, index, building) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, building)
-        if config.has_tied_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        is_tied = config.has_tied_embeddings
+        self.lm_head = Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            building=replace(building, device=torch.device("meta")) if is_tied else building,
+        )
+        if is_tied:
             self.lm_head.weight = self.embed_tokens.weight
-        else:
-            self.lm_head = linear(config.hidden_size, config.vocab_size, bias=False, building=building)
         self.requires_grad_(False)
 
     @property

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.utils import skip_init
 
 from sgl_piecewise.runtime.attention.base import AttentionSpec, attend
 from sgl_piecewise.runtime.kernels.kernel_set import KernelSet
@@ -38,13 +37,24 @@ class Building:
     kernels: KernelSet
 
 
-def linear(in_features: int, out_features: int, *, bias: bool, building: Building) -> nn.Linear:
-    """Returns a linear layer whose parameters are not initialised."""
-    layer = skip_init(
-        nn.Linear, in_features, out_features, bias=bias, device=building.device, dtype=building.dtype
-    )
-    assert isinstance(layer, nn.Linear)
-    return layer
+class Linear(nn.Linear):
+    """A linear layer whose product is the kernel set's; its parameters are not initialised.
+
+    Args:
+        in_features: Size of an input row.
+        out_features: Size of an output row.
+        bias: Whether a bias is added.
+        building: What the model is built with.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, building: Building) -> None:
+        super().__init__(in_features, out_features, bias=bias, device="meta", dtype=building.dtype)
+        self.to_empty(device=building.device)
+        self._product = building.kernels.linear
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """Returns the product with the weights, plus the bias (dtype[T, out_features]), fresh."""
+        return self._product(x_TE, self.weight, self.bias)
 
 
 def gate_kernel(activation: Activation, kernels: KernelSet) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -95,10 +105,10 @@ class Attention(nn.Module):
             logit_soft_cap=config.attention_logit_cap,
         )
         hidden, rows = config.hidden_size, config.num_heads * config.head_dim
-        self.qkv_proj = linear(
+        self.qkv_proj = Linear(
             hidden, sum(self.heads) * config.head_dim, bias=config.has_qkv_bias, building=building
         )
-        self.o_proj = linear(rows, hidden, bias=config.has_output_bias, building=building)
+        self.o_proj = Linear(rows, hidden, bias=config.has_output_bias, building=building)
         self.q_norm = self._head_norm(config, building)
         self.k_norm = self._head_norm(config, building)
         self._norm_rotate = building.kernels.norm_rotate
@@ -138,8 +148,8 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig, building: Building) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = linear(hidden, 2 * inner, bias=False, building=building)
-        self.down_proj = linear(inner, hidden, bias=False, building=building)
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=False, building=building)
+        self.down_proj = Linear(inner, hidden, bias=False, building=building)
         self._gate_mul = gate_kernel(config.activation, building.kernels)
 
     def forward(self, x_TE: torch.Tensor, num_real_tokens: torch.Tensor | None) -> torch.Tensor:

@@ -132,6 +132,7 @@ def decode_attention(
         (num_kv_heads * -(-rows // block_m), rows_B.shape[0], num_splits),
         [q_THD, k_SKD, v_SKD, out_THD, partial_PTHD, lse_PTH, page_table_RC, rows_B, seq_lens_B],
         written=(3, 4, 5),
+        is_dependent=True,
         scale=layer.scale,
         soft_cap=layer.logit_soft_cap or 1.0,
         q_stride_t=q_THD.stride(0),
@@ -169,6 +170,7 @@ def _merge_splits(
         (num_tokens * num_heads,),
         [partial_PTHD, lse_PTH, out_THD],
         written=(2,),
+        is_dependent=True,
         num_rows=num_tokens * num_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
@@ -259,7 +261,7 @@ def _layer_constants(layer: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]
     }
 
 
-def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
+def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, Any]:
     """Steps that keep enough loads in flight and fit the shared memory of a Hopper multiprocessor.
 
     Keys wait for their slots, so Triton spreads its stages over two loads: five give two buffers.
@@ -269,7 +271,7 @@ def _decode_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_N": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 5}
 
 
-def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, int]:
+def _extend_blocks(block_d: int, dtype: torch.dtype) -> dict[str, Any]:
     if dtype is torch.float32:
         return {"BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if block_d <= 64:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..kernels.triton_dependent import let_successor_start, wait_for_predecessor
+
 
 @triton.jit
 def split_decode_kernel(
@@ -47,12 +49,15 @@ def split_decode_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Attends the query rows of one KV head of one request to one split of its context.
 
     Grid: (KV heads x row blocks, B, P). With one split the result goes to ``out_THD``, otherwise a
     partial result and its base-2 log-sum-exp go to ``partial_PTHD`` and ``lse_PTH``.
     """
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     ROWS: tl.constexpr = TOKENS_PER_REQUEST * GROUP
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -147,8 +152,11 @@ def merge_splits_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Merges the splits of one query row. Grid: (T x H,)."""
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     p_P = tl.arange(0, NUM_SPLITS)
     d_D = tl.arange(0, BLOCK_D)

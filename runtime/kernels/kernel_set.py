@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from ..errors import ConfigError, nearest
 from .flashinfer_library import has_flashinfer
@@ -64,6 +65,8 @@ class KernelSet:
         norm_rotate: See `NormRotate`.
         write_kv: ``(k_SKD, v_SKD, slots_T, k_TKD, v_TKD)`` writes keys and values of tokens into the
             rows ``slots_T`` (int64[T]) of a pool.
+        linear: ``(x, weight, bias)`` to ``x`` times the transposed weight, plus the bias if it is not
+            None, fresh. Its rounding may depend on the number of rows.
     """
 
     name: str
@@ -75,6 +78,7 @@ class KernelSet:
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
     norm_rotate: NormRotate
     write_kv: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 TORCH_KERNELS = KernelSet(
@@ -85,6 +89,7 @@ TORCH_KERNELS = KernelSet(
     gelu_tanh_mul=gelu_tanh_mul,
     norm_rotate=norm_rotate,
     write_kv=write_kv,
+    linear=F.linear,
 )
 """Plain torch: the definition, what the CPU runs, and what a compiler fuses by itself."""
 

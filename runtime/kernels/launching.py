@@ -6,6 +6,7 @@ Nothing here imports Triton before it is asked for. This module must not know wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Collection
@@ -58,12 +59,21 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+@functools.cache
+def launches_dependents(device: torch.device) -> bool:
+    """Tells whether a device has programmatic dependent launch: NVIDIA's, from Hopper (sm_90) on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
     tensors: list[torch.Tensor],
     *,
     written: Collection[int],
+    is_dependent: bool | None = None,
     **constants: Any,
 ) -> None:
     """Launches a Triton kernel.
@@ -73,6 +83,9 @@ def launch(
         grid: Programs in each dimension; a launch of none does nothing.
         tensors: What the kernel reads and writes.
         written: Indices in ``tensors`` of those that it writes.
+        is_dependent: Of a kernel that keeps the rule of `triton_dependent` and has a parameter
+            ``IS_DEPENDENT``: whether it starts before its predecessor in the stream is complete, on a
+            device that can. None for other kernels.
         **constants: Its other parameters, and Triton's launch options.
 
     Raises:
@@ -80,6 +93,9 @@ def launch(
     """
     if 0 in grid:
         return
+    if is_dependent is not None:
+        can_overlap = is_dependent and launches_dependents(tensors[0].device)
+        constants.update(IS_DEPENDENT=can_overlap, launch_pdl=can_overlap)
     if tensors[0].is_cuda:
         kernel[grid](*tensors, **constants)
         return

@@ -10,6 +10,7 @@ Shapes: `T` tokens, `H` query heads, `K` KV heads, `D` head size, `E` hidden, `M
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from .kernel_set import KernelSet
 from .launching import launch, power_of_two
@@ -20,6 +21,7 @@ from .triton_kernels import (
     rms_norm_kernel,
     write_kv_kernel,
 )
+from .triton_linear import MAX_ROWS, linear
 
 _NAMESPACE = "sgl_piecewise_kernels"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
@@ -39,6 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         (-(-num_tokens * num_heads // block_r),),
         [rows_THE, weight, out],
         written=(2,),
+        is_dependent=True,
         eps=eps,
         num_rows=num_tokens * num_heads,
         x_stride_t=rows_THE.stride(0),
@@ -60,6 +63,7 @@ def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
         (x.shape[0],),
         [x, residual, weight],
         written=(0, 1),
+        is_dependent=True,
         eps=eps,
         x_stride_t=x.stride(0),
         residual_stride_t=residual.stride(0),
@@ -88,6 +92,7 @@ def _gate_mul(gate_up: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
         (num_tokens, -(-size // block_m)),
         [gate_up, out],
         written=(1,),
+        is_dependent=True,
         stride_t=gate_up.stride(0),
         SIZE=size,
         BLOCK_M=block_m,
@@ -115,6 +120,7 @@ def norm_rotate_(
         (num_tokens, -(-num_heads // block_h) + -(-k.shape[1] // block_h)),
         [q, k, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight],
         written=(0, 1),
+        is_dependent=True,
         eps=eps,
         q_stride_t=q.stride(0),
         q_stride_h=q.stride(1),
@@ -147,6 +153,7 @@ def write_kv(
         (slots_T.shape[0],),
         [k_SKD, v_SKD, slots_T, *tensors],
         written=(0, 1),
+        is_dependent=True,
         k_stride_s=k_SKD.stride(0),
         v_stride_s=v_SKD.stride(0),
         k_stride_t=tensors[0].stride(0),
@@ -176,7 +183,8 @@ _LIBRARY.define(
     "norm_rotate_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
     "float eps) -> ()"
 )
-for _function in (rms_norm, add_rms_norm_, silu_mul, gelu_tanh_mul, norm_rotate_):
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+for _function in (rms_norm, add_rms_norm_, silu_mul, gelu_tanh_mul, norm_rotate_, linear):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_function.__name__, _function, _key)
 
@@ -209,6 +217,11 @@ def _fake_norm_rotate_(
     eps: float,
 ) -> None:
     return None
+
+
+@torch.library.register_fake(f"{_NAMESPACE}::linear")
+def _fake_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
 _OPERATORS = torch.ops.sgl_piecewise_kernels
@@ -247,6 +260,13 @@ def _norm_rotate(
     return q_THD, k_TKD
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    # Many rows need no operator of ours. A trace serves all sizes, so it must not ask.
+    if not torch.compiler.is_compiling() and x.shape[0] > MAX_ROWS:
+        return F.linear(x, weight, bias)
+    return _OPERATORS.linear(x, weight, bias)
+
+
 TRITON_KERNELS = KernelSet(
     name="triton",
     rms_norm=_rms_norm,
@@ -255,4 +275,5 @@ TRITON_KERNELS = KernelSet(
     gelu_tanh_mul=_gelu_tanh_mul,
     norm_rotate=_norm_rotate,
     write_kv=write_kv,
+    linear=_linear,
 )

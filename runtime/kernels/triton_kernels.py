@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_dependent import let_successor_start, wait_for_predecessor
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -25,8 +27,11 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Norms rows of ``SIZE``. Grid: (row blocks,)."""
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e_E = tl.arange(0, BLOCK_E)
     mask = (row_R < num_rows)[:, None] & (e_E < SIZE)[None, :]
@@ -49,8 +54,11 @@ def add_rms_norm_kernel(
     residual_stride_t: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Leaves the sum in ``residual_TE`` and the normed sum in ``x_TE``. Grid: (T,)."""
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     e_E = tl.arange(0, BLOCK_E)
     mask = e_E < SIZE
@@ -75,8 +83,11 @@ def gate_mul_kernel(
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     IS_GELU: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """SiLU, or GELU in its tanh form, of the first half times the second. Grid: (T, blocks of M)."""
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = m < SIZE
@@ -149,8 +160,11 @@ def norm_rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Norms and rotates in place. Grid: (T, blocks of query heads, then of KV heads)."""
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -181,8 +195,11 @@ def write_kv_kernel(
     v_stride_t: tl.tensor,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ) -> None:
     """Copies the keys and values of one token, rows of ``ROW`` elements. Grid: (T,)."""
+    let_successor_start(IS_DEPENDENT)
+    wait_for_predecessor(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_T + token).to(tl.int64)
     e = tl.arange(0, BLOCK)

@@ -9,12 +9,13 @@ that the launch has. So results hold nothing, and only what is compiled is looke
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ class Compiled:
         self.num_variants += 1
         if not found.asm["cubin"]:
             self.failures.append(f"{kernel.__name__}: no cubin")
+        has_overlap = "griddepcontrol.wait" in found.asm["ptx"]
+        if has_overlap is not keywords.get("launch_pdl", False):
+            self.failures.append(f"{kernel.__name__} {keywords}: waits for its predecessor: {has_overlap}")
         if found.metadata.shared > SHARED_MEMORY_BYTES:
             self.failures.append(
                 f"{kernel.__name__} {keywords}: {found.metadata.shared} bytes of shared memory"
@@ -116,6 +120,17 @@ def compile_instead_of_launching(compiled: Compiled) -> None:
     launching.repair_interpreter = lambda: None
 
 
+def with_and_without_overlap(run: Callable[[], None]) -> None:
+    """Launches for devices that have programmatic dependent launch, and for those that have not."""
+    for has_overlap in (False, True):
+        launching.launches_dependents = functools.partial(_constant, has_overlap)
+        run()
+
+
+def _constant(value: bool, device: torch.device) -> bool:
+    return value
+
+
 def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) -> None:
     kernels = kernel_set("triton", CPU)
     num_tokens, num_heads, num_kv_heads, hidden = 5, 8, 2, 8 * head_dim
@@ -132,6 +147,15 @@ def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) 
         kernels.norm_rotate(q, k, cos, cos, q_weight_D=norm, k_weight_D=norm, eps=1e-6)
     pool = torch.ones(64, num_kv_heads, head_dim, dtype=dtype)
     kernels.write_kv(pool, pool.clone(), torch.arange(num_tokens, dtype=index_dtype), k, v)
+
+
+def run_linear(dtype: torch.dtype) -> None:
+    """Every choice of blocks, with sizes that fill the last step and that do not."""
+    shapes = [(40, 4096), (40, 600), (40, 8192), (4104, 4096), (16400, 600)]
+    for num_rows, (num_columns, size), has_bias in itertools.product((1, 3, 16, 32), shapes, (False, True)):
+        x, weight = (torch.ones(rows, size, dtype=dtype) for rows in (num_rows, num_columns))
+        bias = torch.ones(num_columns, dtype=dtype) if has_bias else None
+        kernel_set("triton", CPU).linear(x, weight, bias)
 
 
 def run_experts(dtype: torch.dtype, num_tokens: int) -> None:
@@ -189,6 +213,7 @@ def run_positions(dtype: torch.dtype) -> None:
 def run_some() -> None:
     """Each kernel, with what a model uses most."""
     run_kernel_set(torch.bfloat16, 128, torch.int64)
+    run_linear(torch.bfloat16)
     run_experts(torch.bfloat16, 8)
     run_attention(torch.bfloat16, 128)
     run_positions(torch.int32)
@@ -205,6 +230,7 @@ def run_all(dtype: torch.dtype) -> None:
     for head_dim in (64, 80, 256):
         run_kernel_set(dtype, head_dim, torch.int64)
         run_attention(dtype, head_dim, modes=(ForwardMode.EXTEND, ForwardMode.DECODE))
+    run_linear(dtype)
     for num_tokens in (1, 64, 256):
         run_experts(dtype, num_tokens)
 
@@ -237,7 +263,8 @@ def main(which: str) -> None:
     compiled = Compiled()
     compile_instead_of_launching(compiled)
     with torch.no_grad():
-        run_some() if which == "some" else run_all(getattr(torch, which))
+        some = run_some if which == "some" else functools.partial(run_all, getattr(torch, which))
+        with_and_without_overlap(some)
     answer = {
         "compiled": sorted(compiled.names),
         "defined": sorted(defined_kernels()),

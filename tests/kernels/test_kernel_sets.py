@@ -147,6 +147,7 @@ def test_kernels_replay_inside_a_graph(kernels: KernelSet, graph_device: GraphDe
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("with a GPU Triton compiles instead of interpreting")
     weight = random(64, dtype=torch.float16, device=device)
+    projection = random(24, 64, dtype=torch.float16, device=device)
     pools = {
         name: [torch.zeros(9, 2, 16, dtype=torch.float16, device=device) for _ in range(2)]
         for name in ("kernels", "torch")
@@ -168,7 +169,8 @@ def test_kernels_replay_inside_a_graph(kernels: KernelSet, graph_device: GraphDe
             eps=EPS,
         )
         kernels.write_kv(*pools["torch" if kernels.name == "torch" else "kernels"], slots, k, q)
-        return kernels.rms_norm(q, weight[:16], EPS), total, kernels.gelu_tanh_mul(normed)
+        product = kernels.linear(normed, projection, weight[:24])
+        return kernels.rms_norm(q, weight[:16], EPS), total, kernels.gelu_tanh_mul(normed), product
 
     def inputs() -> tuple[torch.Tensor, ...]:
         slots = torch.randperm(9)[:4].to(device)
