@@ -8,12 +8,14 @@ All arms are model runners over one model with random bf16 weights, in one proce
 - ``eager``: no graphs; ``breakable``: decode full, prompts between breaks; ``full``: both whole.
 - with ``--compile NAME`` also ``NAME_breakable`` and ``NAME_full``: the same, compiled first.
 
-Measured: decode at several batches and one context (device time of ``ModelRunner.forward``; the floor is every
-weight but the input embedding and all keys and values once, at the copy bandwidth measured in the same run);
-prefill (device time; the floor is its products at the measured matrix rate); time to first token from the engine's
-scheduling to the token on the host; the part of one forward's wall time in which the device is busy; and the time
-between two steps of the engine. Logits of every arm are compared with padded eager first; an arm that differs gets
-no times.
+Measured, for decode at several batches and one context, and for prompts: ``ModelRunner.forward`` from an idle device
+to its last result (`latency`), until it returns (`host`), and one of ten that follow without a wait (`queued`); one
+replay alone, of the batch that is loaded, with the part of it in which the device does not compute (`gap`). The
+floor of decode is every weight but the input embedding and all keys and values once, at the copy bandwidth measured
+in the same run; that of prompts is their products at the measured matrix rate. Also time to first token, from the
+engine's scheduling to the token on the host, and steps of the engine at every batch; ``--transformers`` measures
+transformers' `generate_batch` at the same batches, last, when the arms are gone. Logits of every arm are compared
+with padded eager first; an arm that differs gets no times.
 
 Without a GPU everything runs on the emulated device, whose times say nothing. A dry run:
 ``--model tiny --context 32 --batches 1,2 --prompts 8,16 --rounds 2 --json out.json``.
@@ -25,7 +27,6 @@ import argparse
 import functools
 import gc
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,10 +35,18 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.comparison.benchmarking import default_device, default_dtype, report_head, write_json
+from sgl_piecewise.comparison.benchmarking import (
+    default_device,
+    default_dtype,
+    report_head,
+    settle,
+    write_json,
+)
+from sgl_piecewise.comparison.serving.calls import busy_s, gaps, measure_floors, time_in_turns, time_queued
+from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
 from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.generation.driving import fill_cache, first_token, forward_batch, give_back
-from sgl_piecewise.generation.engine import OfflineEngine
+from sgl_piecewise.generation.engine import EngineOptions, OfflineEngine
 from sgl_piecewise.generation.requests import GenerationRequest
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
@@ -48,9 +57,8 @@ from sgl_piecewise.runtime.model_runner.model_runner import ModelRunner
 from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
-from sgl_piecewise.runtime.stopwatch import stopwatch_for
 
-SCHEMA = "sgl_piecewise.benchmarks.serving/1"
+SCHEMA = "sgl_piecewise.benchmarks.serving/2"
 TOLERANCE = 2e-2  # of the largest logit, for compiled arms; others are equal bit for bit
 
 
@@ -62,7 +70,9 @@ class Arm:
     decode: str
     compiler: str = "none"
 
-    def plan(self, attention: str, batches: tuple[int, ...], prompts: tuple[int, ...]) -> ExecutionPlan:
+    def plan(
+        self, prefill: str, decode: str, batches: tuple[int, ...], prompts: tuple[int, ...]
+    ) -> ExecutionPlan:
         def strategy(name: str, sizes: tuple[int, ...]) -> ModeStrategy:
             if name == "eager":
                 return ModeStrategy()
@@ -72,7 +82,7 @@ class Arm:
             ForwardMode.DECODE: strategy(self.decode, batches),
             ForwardMode.EXTEND: strategy(self.extend, prompts),
         }
-        return ExecutionPlan(modes=modes, prefill_attention=attention, decode_attention=attention)
+        return ExecutionPlan(modes=modes, prefill_attention=prefill, decode_attention=decode)
 
 
 ARMS = {
@@ -96,26 +106,6 @@ class Setting:
     floors: dict[str, float]
 
 
-def median(times: list[float]) -> dict[str, float]:
-    return {"median_s": statistics.median(times), "least_s": min(times), "most_s": max(times)}
-
-
-def measure_floors(device: torch.device) -> dict[str, float]:
-    """Returns bytes copied (read and written) and products a second, measured now."""
-    is_cuda = device.type == "cuda"
-    stopwatch = stopwatch_for(device)
-
-    def seconds(work: Callable[[], Any]) -> float:
-        return min(stopwatch.measure(work).latency_s for _ in range(10))
-
-    source = torch.zeros((1 << 31) if is_cuda else (1 << 24), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source))
-    size = 8192 if is_cuda else 256
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16 if is_cuda else torch.float32)
-    return {"copy_bytes_per_s": bandwidth, "matrix_flop_per_s": 2 * size**3 / seconds(lambda: a @ a)}
-
-
 def weights_read(model: torch.nn.Module, embedding: torch.nn.Parameter) -> tuple[int, int]:
     """Returns bytes and number of the weights that a token reads: of the input embedding only what is the output's."""
     output = model.lm_head.weight
@@ -137,43 +127,33 @@ def filled_requests(runner: ModelRunner, batch_size: int, context: int, vocab_si
     return reqs
 
 
-def busy_s(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Returns how long the device computed during one call, as its profiler saw; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize(device)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    total, end = 0.0, 0.0
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e6
+def times_of(
+    runners: dict[str, ModelRunner], batches: dict[str, ForwardBatch], setting: Setting, floor_s: float
+) -> dict[str, Any]:
+    """Times forwards of one batch by every arm whose values are right, and replays where there are graphs."""
+    errors = differing(runners, batches)
+    device, rounds = setting.device, setting.rounds
+    forwards = {name: functools.partial(runners[name].forward, batches[name]) for name in right_arms(errors)}
+    found: dict[str, Any] = {"floor_s": floor_s, "errors": errors}
+    found["forward"] = time_in_turns(forwards, device, rounds)
+    latency = found["forward"]["latency"]
+    found["of_floor"] = {name: floor_s / one["median_s"] for name, one in latency.items()}
+    found["queued"] = time_queued(forwards, device, 1 + rounds // 3)
+    found["device_busy_s"] = {name: busy_s(call, device) for name, call in forwards.items()}
+    # A runner's buffers hold one batch: nothing else is run by an arm while its replays are timed.
+    loaded = {name: runners[name].load_graph(batches[name]) for name in forwards}
+    replays = {name: call for name, call in loaded.items() if call is not None}
+    found["replay"] = time_in_turns(replays, device, rounds)
+    found["replay"]["busy_s"] = {name: busy_s(call, device) for name, call in replays.items()}
+    found["replay"]["gap"] = gaps(found["replay"]["busy_s"], found["replay"]["latency"])
+    return found
 
 
-def in_turns(arms: dict[str, Callable[[], Any]], setting: Setting) -> dict[str, dict[str, float]]:
-    """Times calls in turns: device time from idle to the last result."""
-    stopwatch = stopwatch_for(setting.device)
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for call in arms.values():
-        call()
-    for _ in range(setting.rounds):
-        for name, call in arms.items():
-            times[name].append(stopwatch.measure(call).latency_s)
-    return {name: median(values) for name, values in times.items()}
-
-
-def differing(batches: dict[str, tuple[ModelRunner, ForwardBatch]]) -> dict[str, float]:
+def differing(runners: dict[str, ModelRunner], batches: dict[str, ForwardBatch]) -> dict[str, float]:
     """Returns how far each arm's logits are from padded eager's, over the largest logit."""
     logits: dict[str, torch.Tensor] = {}
-    for name, (runner, batch) in batches.items():
-        output = runner.forward(batch).logits
+    for name, batch in batches.items():
+        output = runners[name].forward(batch).logits
         assert output is not None
         logits[name] = output.next_token_logits.float().clone()
     want = logits["padded_eager"]
@@ -196,35 +176,18 @@ def measure_decode(runners: dict[str, ModelRunner], setting: Setting) -> list[di
             for name, runner in runners.items()
         }
         batches = {
-            name: (runner, forward_batch(runner, ForwardMode.DECODE, reqs[name], [1] * batch_size))
+            name: forward_batch(runner, ForwardMode.DECODE, reqs[name], [1] * batch_size)
             for name, runner in runners.items()
         }
-        errors = differing(batches)
-        calls = {name: _call(*batches[name]) for name in right_arms(errors)}
-        times = in_turns(calls, setting)
         pool = next(iter(runners.values())).pool
         token_bytes = sum(one.spec.bytes_per_token for one in pool.sub_pools.values())
         read = weight_bytes + batch_size * (setting.context + 1) * token_bytes
-        floor_s = read / (setting.floors["copy_bytes_per_s"])
-        found.append(
-            {
-                "batch_size": batch_size,
-                "context": setting.context,
-                "bytes_read": read,
-                "floor_s": floor_s,
-                "errors": errors,
-                "times": times,
-                "of_floor": {name: floor_s / one["median_s"] for name, one in times.items()},
-                "device_busy_s": {name: busy_s(call, setting.device) for name, call in calls.items()},
-            }
-        )
+        row = {"batch_size": batch_size, "context": setting.context, "bytes_read": read}
+        floor_s = read / setting.floors["copy_bytes_per_s"]
+        found.append(row | times_of(runners, batches, setting, floor_s))
         for name, runner in runners.items():
             give_back(runner, reqs[name])
     return found
-
-
-def _call(runner: ModelRunner, batch: ForwardBatch) -> Callable[[], Any]:
-    return lambda: runner.forward(batch)
 
 
 def measure_prefill(runners: dict[str, ModelRunner], setting: Setting) -> list[dict[str, Any]]:
@@ -235,31 +198,19 @@ def measure_prefill(runners: dict[str, ModelRunner], setting: Setting) -> list[d
     for length in setting.prompts:
         reqs = {name: prompt_of(length, "prefill", model.vocab_size) for name in runners}
         batches = {
-            name: (runner, forward_batch(runner, ForwardMode.EXTEND, [reqs[name]], [length]))
+            name: forward_batch(runner, ForwardMode.EXTEND, [reqs[name]], [length])
             for name, runner in runners.items()
         }
-        errors = differing(batches)
-        calls = {name: _call(*batches[name]) for name in right_arms(errors)}
-        times = in_turns(calls, setting)
         heads = sum(layer.num_heads * layer.head_dim for layer in model.attention_layers)
         operations = 2 * num_weights * length + 2 * heads * length * (length + 1)
+        row = {"num_tokens": length, "operations": operations}
         floor_s = operations / setting.floors["matrix_flop_per_s"]
-        found.append(
-            {
-                "num_tokens": length,
-                "operations": operations,
-                "floor_s": floor_s,
-                "errors": errors,
-                "times": times,
-                "of_floor": {name: floor_s / one["median_s"] for name, one in times.items()},
-                "device_busy_s": {name: busy_s(call, setting.device) for name, call in calls.items()},
-            }
-        )
+        row |= times_of(runners, batches, setting, floor_s)
         for name, runner in runners.items():
             give_back(runner, [reqs[name]])
-        found[-1]["first_token"] = in_turns(
-            {name: _first_token(runners[name], length, model.vocab_size) for name in calls}, setting
-        )
+        firsts = {name: _first_token(runners[name], length, model.vocab_size) for name in row["of_floor"]}
+        row["first_token"] = time_in_turns(firsts, setting.device, setting.rounds)["latency"]
+        found.append(row)
     return found
 
 
@@ -268,29 +219,63 @@ def _first_token(runner: ModelRunner, length: int, vocab_size: int) -> Callable[
     return functools.partial(first_token, OfflineEngine(runner), prompt_ids)
 
 
-def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> dict[str, Any]:
-    """Wall time of engine steps beside that of their forwards: what scheduling and sampling add."""
-    found: dict[str, Any] = {}
-    batch_size, num_new = setting.batches[-1], 4 * setting.rounds
-    vocab_size = setting.loaded.model.vocab_size
-    for name, runner in runners.items():
-        engine = OfflineEngine(runner)
-        for index in range(batch_size):
-            ids = prompt_of(8, f"engine {index}", vocab_size).token_ids
-            engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_new))
-        while engine.num_prefilling:
-            engine.step()
-        engine.step()
-        clock, decode_before, num_steps = PhaseClock(), runner.clock.phases_s.get("decode", 0.0), 0
-        with clock.phase("steps"):
-            while engine.has_work:
-                engine.step()
-                num_steps += 1
-        found[name] = {
-            "step_s": clock.phases_s["steps"] / num_steps,
-            "forward_host_s": (runner.clock.phases_s["decode"] - decode_before) / num_steps,
-            "tokens_per_s": batch_size * num_steps / clock.phases_s["steps"],
+def engine_prompts(batch_size: int, vocab_size: int) -> list[list[int]]:
+    """Returns the short prompts from which the engine, and transformers', decode."""
+    return [prompt_of(8, f"engine {index}", vocab_size).token_ids for index in range(batch_size)]
+
+
+def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> list[dict[str, Any]]:
+    """Steps of the engine at every batch: their wall time, and what the host does in them beside waiting for tokens.
+
+    With overlap the host's work runs while the device computes; what it costs then shows in comparison with queued
+    forwards alone (`measure_decode`).
+    """
+    return [
+        {
+            "batch_size": size,
+            "arms": {
+                name: {
+                    "overlap": _steps(runner, size, setting, has_overlap=True),
+                    "no_overlap": _steps(runner, size, setting, has_overlap=False),
+                }
+                for name, runner in runners.items()
+            },
         }
+        for size in setting.batches
+    ]
+
+
+def _steps(runner: ModelRunner, batch_size: int, setting: Setting, *, has_overlap: bool) -> dict[str, Any]:
+    engine = OfflineEngine(runner, options=EngineOptions(has_overlap=has_overlap))
+    num_steps = 4 * setting.rounds
+    for ids in engine_prompts(batch_size, setting.loaded.model.vocab_size):
+        engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_steps + 4))
+    while engine.num_prefilling:
+        engine.step()
+    engine.step()
+    settle(setting.device)
+    before, clock = dict(engine.clock.phases_s), PhaseClock()
+    with clock.phase("steps"):
+        num_tokens = sum(len(engine.step()) for _ in range(num_steps))
+    engine.drop_all()
+    assert num_tokens == num_steps * batch_size, "every step gave every request a token"
+    return {
+        "step_s": clock.phases_s["steps"] / num_steps,
+        "host_s": {name: (spent - before[name]) / num_steps for name, spent in engine.clock.phases_s.items()},
+        "tokens_per_s": num_tokens / clock.phases_s["steps"],
+    }
+
+
+def measure_transformers(setting: Setting, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Decode tokens a second of transformers' `generate_batch`, at the engine's batches and lengths."""
+    config = setting.loaded.config
+    model = reference_of(config, device=setting.device, dtype=dtype)
+    found = []
+    for size in setting.batches:
+        prompts = engine_prompts(size, config.vocab_size)
+        pace = measure_generate_batch(model, prompts, num_new_tokens=4 * setting.rounds)
+        found.append({"batch_size": size, **pace})
+        settle(setting.device)
     return found
 
 
@@ -315,7 +300,12 @@ def make_runners(
     for name, arm in arms.items():
         runner = ModelRunner.ready(
             setting.loaded.model,
-            plan=arm.plan(arguments.attention, setting.batches, setting.prompts),
+            plan=arm.plan(
+                arguments.prefill_attention or arguments.attention,
+                arguments.attention,
+                setting.batches,
+                setting.prompts,
+            ),
             options=options,
             compiler=CompiledModel,
         )
@@ -347,10 +337,12 @@ def main() -> int:
     parser.add_argument("--batches", type=sizes_of, default=(1, 8, 32), help="requests of decode")
     parser.add_argument("--prompts", type=sizes_of, default=(64, 128, 256, 512, 1024, 2048, 4096))
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--prefill-attention", default=None, help="of prompts; as --attention by default")
     parser.add_argument("--kernels", default="auto", help="fused kernels: torch, triton, flashinfer")
     parser.add_argument(
         "--compile", default="none", help="adds compiled arms: fx, inductor, a Dynamo backend"
     )
+    parser.add_argument("--transformers", action="store_true", help="measure its continuous batching too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
@@ -378,19 +370,23 @@ def main() -> int:
         **report_head(SCHEMA),
         "model": setting.loaded.description,
         "kernels": arguments.kernels,
-        "attention": next(iter(runners.values())).plan.decode_attention,
+        "attention": {
+            name: {"prefill": runner.plan.prefill_attention, "decode": runner.plan.decode_attention}
+            for name, runner in runners.items()
+        },
         "floors": setting.floors,
         "builds": builds,
         "decode": measure_decode(runners, setting),
         "prefill": measure_prefill(runners, setting),
         "engine": measure_engine(runners, setting),
     }
+    if arguments.transformers:
+        runners.clear()
+        settle(device)
+        report["transformers"] = measure_transformers(setting, dtype)
     write_json(arguments.json, report)
-    print(
-        json.dumps(
-            {key: report[key] for key in ("floors", "builds", "decode", "prefill", "engine")}, indent=1
-        )
-    )
+    keys = ("floors", "builds", "decode", "prefill", "engine", "transformers")
+    print(json.dumps({key: report[key] for key in keys if key in report}, indent=1))
     return 0
 
 

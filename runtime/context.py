@@ -8,7 +8,6 @@ Contexts nest; an inner forward that opens none inherits the outer one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,14 +56,25 @@ def forward_context() -> ForwardContext:
     return context
 
 
-@contextlib.contextmanager
-def use_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+def use_forward_context(context: ForwardContext) -> contextlib.AbstractContextManager[ForwardContext]:
     """Makes ``context`` current in this thread for the block."""
-    token = _CONTEXT.set(context)
-    try:
-        yield context
-    finally:
-        _CONTEXT.reset(token)
+    return _Scope(context)
+
+
+class _Scope:
+    """A block in which a context is current; entered once. Every step opens one, so it is no generator."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> ForwardContext:
+        self._token = _CONTEXT.set(self._context)
+        return self._context
+
+    def __exit__(self, *raised: object) -> None:
+        _CONTEXT.reset(self._token)
 
 
 def local_real_tokens(x_TE: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,10 @@ class Sample:
     latency_s: float
     host_s: float
 
+    def divided(self, num_parts: int) -> Sample:
+        """Returns the times of one of equal parts that the call ran one after the other."""
+        return Sample(latency_s=self.latency_s / num_parts, host_s=self.host_s / num_parts)
+
 
 class Stopwatch(abc.ABC):
     """Times calls on one device."""

@@ -342,15 +342,6 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(*group)
 
 
-def zero_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Fills tensors with zeros; on CUDA one launch for all of a dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_dtype.values():
-        torch._foreach_zero_(group)
-
-
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into the target at its place; one call costs the host less than one per tensor."""
     torch._foreach_copy_(targets, sources)

@@ -48,7 +48,7 @@ class PagedAttention(AttentionBackend):
         self._layers = {layer.layer_index: layer for layer in layers}
         self.limits = limits
         self._kv: _BoundKV | None = None
-        self._captured: set[tuple[ForwardMode, int, int]] = set()
+        self._captured: dict[tuple[ForwardMode, int, int], PagedPlan] = {}
         self._plan: PagedPlan | None = None
 
     @classmethod
@@ -91,24 +91,32 @@ class PagedAttention(AttentionBackend):
         )
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._plan = self._bound().buffers.fill(batch, is_for_graph=False)
+        self._plan = self._bound().buffers.plan(batch)
         self._prepare(self._plan, batch, is_for_graph=False)
 
     def plan_for_capture(self, batch: ForwardBatch) -> None:
         self.require_full_capture(batch.forward_mode)
-        self._plan = self._bound().buffers.fill(batch, is_for_graph=True)
-        self._prepare(self._plan, batch, is_for_graph=True)
-        self._captured.add(_key(batch))
+        buffers, key = self._bound().buffers, _key(batch)
+        plan = self._captured.get(key)
+        if plan is None:
+            plan = buffers.plan_for_graph(batch)
+        else:
+            buffers.rewrite(plan, batch)  # Graphs of these sizes exist, and read this plan.
+        self._plan = plan
+        self._prepare(plan, batch, is_for_graph=True)
+        self._captured[key] = plan
 
     def plan_for_replay(self, batch: ForwardBatch) -> None:
-        if _key(batch) not in self._captured:
+        plan = self._captured.get(_key(batch))
+        if plan is None:
             raise ConfigError(
                 f"Attention backend {self.name!r} has no graph plan for mode {batch.forward_mode.value!r} with "
                 f"{batch.batch_size} requests and {batch.num_tokens} tokens: plan_for_capture comes first, and "
                 "replays are padded to its sizes."
             )
-        self._plan = self._bound().buffers.fill(batch, is_for_graph=True)
-        self._prepare(self._plan, batch, is_for_graph=True)
+        self._bound().buffers.rewrite(plan, batch)
+        self._plan = plan
+        self._prepare(plan, batch, is_for_graph=True)
 
     def run(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: AttentionSpec

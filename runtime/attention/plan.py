@@ -1,8 +1,9 @@
-"""Plans of paged attention: what kernels read of a batch, at addresses that never change.
+"""Plans of paged attention: what kernels read of a batch, for graphs at addresses that never change.
 
-The buffers are as large as the largest batch; a plan holds views of their beginnings, so one set
-serves every capture size. Lengths of new tokens are known on the host, so the table of query tiles
-is made there and copied once. This module must not know how attention is computed.
+A batch that is read by no graph, or that lies at fixed addresses itself, is read where it lies. For
+other batches that graphs read there are buffers as large as the largest; a plan holds views of their
+beginnings, so one set serves every capture size. Lengths of new tokens are known on the host, so the
+table of query tiles is made there and copied once. This module must not know how attention is computed.
 
 Shapes: `B` requests, `T` tokens, `X` tiles.
 """
@@ -10,7 +11,7 @@ Shapes: `B` requests, `T` tokens, `X` tiles.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ class PlanLimits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PagedPlan:
-    """What attention reads of one batch; its tensors are views of fixed buffers.
+    """What attention reads of one batch; its tensors are the batch's own, or views of fixed buffers.
 
     Attributes:
         mode: What the forward is for.
@@ -77,7 +78,7 @@ class PagedPlan:
     seq_lens: torch.Tensor
     query_start: torch.Tensor
     tiles: torch.Tensor
-    write_slots: dict[str, PhysicalSlots]
+    write_slots: Mapping[str, PhysicalSlots]
 
 
 def num_tiles(num_tokens: int, num_requests: int, rows: int) -> int:
@@ -86,7 +87,7 @@ def num_tiles(num_tokens: int, num_requests: int, rows: int) -> int:
 
 
 def tile_table(
-    new_lens: Sequence[int], seq_lens: Sequence[int], *, num_tokens: int, rows: int, length: int | None = None
+    new_lens: Sequence[int], seq_lens: Sequence[int], *, num_tokens: int, rows: int
 ) -> list[tuple[int, int]]:
     """Cuts the query rows of a batch into tiles.
 
@@ -95,19 +96,15 @@ def tile_table(
         seq_lens: Context of each request, new tokens included.
         num_tokens: Rows of the batch, padded ones included.
         rows: Rows of a tile.
-        length: Number of tiles, filled up with idle ones; None for as many as are needed.
 
     Returns:
         A pair for each tile: (request, first of its rows within the request), those that read most
         first, so that none of them ends alone; then (`NO_REQUEST`, first row) for rows of no
-        request; then idle tiles, which begin at the end.
+        request. Plans for graphs add idle tiles, which begin at the end of the batch.
     """
     tiles = [(request, first) for request, new in enumerate(new_lens) for first in range(0, new, rows)]
     tiles.sort(key=lambda tile: new_lens[tile[0]] - seq_lens[tile[0]] - tile[1])
     tiles += [(NO_REQUEST, first) for first in range(sum(new_lens), num_tokens, rows)]
-    if length is not None:
-        assert len(tiles) <= length, f"{len(tiles)} tiles planned, {length} counted"
-        tiles += [(NO_REQUEST, num_tokens)] * (length - len(tiles))
     return tiles
 
 
@@ -146,79 +143,153 @@ class PlanBuffers:
             **{f"plan.write_slots.{pool}": slots for pool, slots in self._write_slots.items()},
         }
 
-    def fill(self, batch: ForwardBatch, *, is_for_graph: bool) -> PagedPlan:
-        """Writes the plan of a batch.
-
-        Args:
-            batch: The batch; all of it is copied.
-            is_for_graph: Whether shapes and bounds of the plan must follow from the batch's sizes.
+    def plan(self, batch: ForwardBatch) -> PagedPlan:
+        """Returns the plan of a batch that no graph reads; it refers to the batch's own tensors.
 
         Raises:
             ConfigError: The batch is over the limits.
         """
         self._check_sizes(batch)
-        num_requests, num_tokens = batch.batch_size, batch.num_tokens
-        rows_B, seq_lens_B = self._rows[:num_requests], self._seq_lens[:num_requests]
-        write_slots = {
-            pool: PhysicalSlots(pool, buffer[:num_tokens]) for pool, buffer in self._write_slots.items()
-        }
-        slots = ((one.ids, batch.write_slots[pool].ids) for pool, one in write_slots.items())
-        copy_all([(rows_B, batch.req_pool_indices), (seq_lens_B, batch.seq_lens), *slots])
         tokens_per_request = _tokens_per_request(batch)
-        query_start_B, tiles_X2 = self._fill_tiles(batch, tokens_per_request, is_for_graph)
+        num_tiles_used = 0 if tokens_per_request is not None else self._write_tiles(batch, None)
+        return self._plan(
+            batch,
+            batch,
+            tokens_per_request=tokens_per_request,
+            num_tiles_used=num_tiles_used,
+            max_seq_len=batch.max_seq_len,
+        )
+
+    def plan_for_graph(self, batch: ForwardBatch) -> PagedPlan:
+        """Returns the plan that graphs of a batch's sizes read for good: its shapes and bounds follow from these.
+
+        A static batch is read where it lies; for another one the tensors are here, and written with it.
+
+        Raises:
+            ConfigError: The batch is over the limits.
+        """
+        self._check_sizes(batch)
+        tokens_per_request = _tokens_per_request(batch)
+        num_tiles_used = 0
+        if tokens_per_request is None:
+            num_tiles_used = num_tiles(batch.num_tokens, batch.batch_size, self._tile_rows)
+        plan = self._plan(
+            batch,
+            batch if batch.padding.is_static else None,
+            tokens_per_request=tokens_per_request,
+            num_tiles_used=num_tiles_used,
+            max_seq_len=self.limits.max_context,
+        )
+        self.rewrite(plan, batch)
+        return plan
+
+    def rewrite(self, plan: PagedPlan, batch: ForwardBatch) -> None:
+        """Writes a batch into a plan for graphs; nothing is copied of a batch that lies where they read.
+
+        Args:
+            plan: Of the batch's mode and sizes.
+            batch: The batch.
+
+        Raises:
+            ConfigError: The batch is over the limits.
+        """
+        self._check_sizes(batch)
+        moved = [
+            (target, source)
+            for target, source in _read_of(plan, batch)
+            if target is not source and target.data_ptr() != source.data_ptr()
+        ]
+        if moved:
+            copy_all(moved)
+        if plan.tokens_per_request is None:
+            self._write_tiles(batch, plan.tiles.shape[0])
+
+    def _plan(
+        self,
+        batch: ForwardBatch,
+        tensors: ForwardBatch | None,
+        *,
+        tokens_per_request: int | None,
+        num_tiles_used: int,
+        max_seq_len: int,
+    ) -> PagedPlan:
+        """Returns a plan whose tensors are those of a batch, or buffers of its sizes."""
+        num_requests, num_tokens = batch.batch_size, batch.num_tokens
+        if tensors is None:
+            rows_B, seq_lens_B = self._rows[:num_requests], self._seq_lens[:num_requests]
+            write_slots: Mapping[str, PhysicalSlots] = {
+                pool: PhysicalSlots(pool, buffer[:num_tokens]) for pool, buffer in self._write_slots.items()
+            }
+        else:
+            rows_B, seq_lens_B, write_slots = tensors.req_pool_indices, tensors.seq_lens, tensors.write_slots
+        tiles = self._host_made[self.limits.max_requests + 1 :]
         return PagedPlan(
             mode=batch.forward_mode,
             num_requests=num_requests,
             num_tokens=num_tokens,
             tokens_per_request=tokens_per_request,
             is_causal=not batch.forward_mode.is_dllm_extend(),
-            max_seq_len=self.limits.max_context if is_for_graph else _longest(batch),
+            max_seq_len=max_seq_len,
             req_pool_indices=rows_B,
             seq_lens=seq_lens_B,
-            query_start=query_start_B,
-            tiles=tiles_X2,
+            query_start=self._host_made[: num_requests + 1],
+            tiles=tiles[: 2 * num_tiles_used].view(-1, 2),
             write_slots=write_slots,
         )
 
-    def _fill_tiles(
-        self, batch: ForwardBatch, tokens_per_request: int | None, is_for_graph: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes query starts and tiles; none where all requests have equally many tokens."""
-        num_requests, num_tokens = batch.batch_size, batch.num_tokens
-        query_start_B = self._host_made[: num_requests + 1]
-        tiles = self._host_made[self.limits.max_requests + 1 :]
-        if tokens_per_request is not None:
-            return query_start_B, tiles[:0].view(0, 2)
+    def _write_tiles(self, batch: ForwardBatch, length: int | None) -> int:
+        """Writes query starts and tiles, as many as are needed or with idle ones up to a number; returns how many."""
         assert batch.extend is not None, "a ragged batch has extend fields"
         new_lens = batch.extend.extend_seq_lens_cpu
         pairs = tile_table(
             new_lens,
             [prefix + new for prefix, new in zip(batch.extend.extend_prefix_lens_cpu, new_lens, strict=True)],
-            num_tokens=num_tokens,
+            num_tokens=batch.num_tokens,
             rows=self._tile_rows,
-            length=num_tiles(num_tokens, num_requests, self._tile_rows) if is_for_graph else None,
         )
-        starts = [0, *itertools.accumulate(new_lens)]
-        gap = [0] * (self.limits.max_requests - num_requests)
-        values = torch.tensor([*starts, *gap, *itertools.chain.from_iterable(pairs)], dtype=torch.int32)
-        if self._device.type == "cuda":
-            values = values.pin_memory()  # Fresh each time: the copy may still read it at the next plan.
-        self._host_made[: values.numel()].copy_(values, non_blocking=True)
-        return query_start_B, tiles[: 2 * len(pairs)].view(-1, 2)
+        num_tiles_used = len(pairs) if length is None else length
+        assert len(pairs) <= num_tiles_used, f"{len(pairs)} tiles planned, {length} counted"
+        begin, end = self.limits.max_requests + 1, len(pairs)
+        # Fresh each time: the copy may still read it at the next plan.
+        staged = torch.empty(
+            begin + 2 * num_tiles_used, dtype=torch.int32, pin_memory=self._device.type == "cuda"
+        )
+        values = staged.numpy()
+        values[: len(new_lens) + 1] = [0, *itertools.accumulate(new_lens)]
+        values[len(new_lens) + 1 : begin] = 0
+        tiles = values[begin:].reshape(-1, 2)
+        if pairs:
+            tiles[:end] = pairs
+        tiles[end:] = (NO_REQUEST, batch.num_tokens)
+        self._host_made[: staged.numel()].copy_(staged, non_blocking=True)
+        return num_tiles_used
 
     def _check_sizes(self, batch: ForwardBatch) -> None:
         limits = self.limits
+        if (
+            batch.batch_size <= limits.max_requests
+            and batch.num_tokens <= limits.max_tokens
+            and batch.max_seq_len <= limits.max_context
+        ):
+            return
         sizes = (
             ("requests", batch.batch_size, limits.max_requests),
             ("tokens", batch.num_tokens, limits.max_tokens),
-            ("tokens in its longest context", _longest(batch), limits.max_context),
+            ("tokens in its longest context", batch.max_seq_len, limits.max_context),
         )
-        for what, size, most in sizes:
-            if size > most:
-                raise ConfigError(
-                    f"A {batch.forward_mode.value} batch has {size} {what}; attention was planned for at most "
-                    f"{most}. Raise the limit where the attention backend is built, or send smaller batches."
-                )
+        what, size, most = next(one for one in sizes if one[1] > one[2])
+        raise ConfigError(
+            f"A {batch.forward_mode.value} batch has {size} {what}; attention was planned for at most "
+            f"{most}. Raise the limit where the attention backend is built, or send smaller batches."
+        )
+
+
+def _read_of(plan: PagedPlan, batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what a plan holds of a batch beside what the batch has."""
+    found = [(plan.req_pool_indices, batch.req_pool_indices), (plan.seq_lens, batch.seq_lens)]
+    if plan.write_slots is not batch.write_slots:
+        found += [(slots.ids, batch.write_slots[pool].ids) for pool, slots in plan.write_slots.items()]
+    return found
 
 
 def _tokens_per_request(batch: ForwardBatch) -> int | None:
@@ -234,7 +305,3 @@ def _tokens_per_request(batch: ForwardBatch) -> int | None:
             f"{each} each. Pad requests, not tokens."
         )
     return each
-
-
-def _longest(batch: ForwardBatch) -> int:
-    return int(batch.seq_lens_cpu.max()) if batch.batch_size else 0

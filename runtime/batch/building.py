@@ -35,11 +35,17 @@ def build_forward_batch(
     """`ForwardBatch.init_new`; see there."""
     batch.check()
     translator = runner.kv_translator
-    _check_fits(batch, *translator.table_shape)
-    owned = _owned_tensors(batch, runner.device)
+    seq_lens = batch.seq_lens_cpu.numpy()
+    max_seq_len = int(seq_lens.max()) if batch.reqs else 0
+    _check_fits(batch, max_seq_len, *translator.table_shape)
     per_req = batch.num_tokens_per_req
+    num_rows = len(batch.reqs) if per_req and batch.reqs else 1
+    slots = {} if kv_plan is not None else translator.host_slots(batch.out_cache_loc, num_rows=num_rows)
+    owned = _owned_tensors(batch, runner.device, slots)
     extend, cache_positions = _extend_and_positions(batch, owned, runner.start_loc_encoding)
     own_positions = _own_positions(batch, owned, positions, runner.device)
+    if kv_plan is None:
+        kv_plan = translator.begin_iteration(owned, num_rows=num_rows)
     forward = ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.reqs),
@@ -47,9 +53,10 @@ def build_forward_batch(
         req_pool_indices=owned["req_pool_indices"],
         seq_lens=owned["seq_lens"],
         seq_lens_cpu=batch.seq_lens_cpu.to(torch.int64, copy=True),
-        write_slots={},
+        write_slots=kv_plan.write_slots(translator, batch.input_ids.numel(), cols),
         positions=cache_positions if own_positions is None else own_positions,
-        seq_lens_sum=int(batch.seq_lens_cpu.sum()),
+        seq_lens_sum=int(seq_lens.sum()),
+        max_seq_len=max_seq_len,
         num_tokens_per_req=per_req,
         capture_hidden_mode=(
             resolve_capture_hidden_mode(batch, runner) if capture_hidden_mode is None else capture_hidden_mode
@@ -72,11 +79,8 @@ def build_forward_batch(
         ),
         dllm=batch.dllm,
     )
-    if kv_plan is None:
-        kv_plan = translator.own_plan(
-            batch.out_cache_loc, num_rows=len(batch.reqs) if per_req and batch.reqs else 1
-        )
-    return kv_plan.bind(forward, translator, cols=cols, cache_positions=cache_positions)
+    kv_plan.record(forward, cols=cols, cache_positions=cache_positions)
+    return forward
 
 
 def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> CaptureHiddenMode:
@@ -93,23 +97,27 @@ def resolve_capture_hidden_mode(batch: ScheduleBatch, runner: BatchRunner) -> Ca
     return asked if batch.speculative is None else max(asked, batch.speculative.capture_hidden_mode)
 
 
-def _check_fits(batch: ScheduleBatch, num_rows: int, max_context: int) -> None:
+def _check_fits(batch: ScheduleBatch, longest: int, num_rows: int, max_context: int) -> None:
     """Raises for what would be an index out of range on the device, where no error names a field."""
     if not batch.reqs:
         return
-    longest = int(batch.seq_lens_cpu.max())
     if longest > max_context:
         raise BatchError(f"seq_lens_cpu: {longest} tokens, and the pool allows max_context={max_context}.")
-    lowest, highest = (int(bound) for bound in batch.req_pool_indices_cpu.aminmax())
+    rows = batch.req_pool_indices_cpu.numpy()
+    lowest, highest = int(rows.min()), int(rows.max())
     if lowest <= SCRATCH_ROW or highest >= num_rows:
         raise BatchError(
             f"req_pool_indices_cpu: rows {lowest} to {highest}; requests have rows 1 to {num_rows - 1}."
         )
 
 
-def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torch.Tensor]:
+def _owned_tensors(
+    batch: ScheduleBatch, device: torch.device, slots: dict[str, np.ndarray]
+) -> dict[str, torch.Tensor]:
+    """Copies all that the host knows, slots among it, in one piece."""
     params = [req.sampling for req in batch.reqs]
     host = {
+        **slots,
         "req_pool_indices": _int64(batch.req_pool_indices_cpu),
         "seq_lens": _int64(batch.seq_lens_cpu),
         "temperatures": np.array([param.temperature for param in params], dtype=np.float32),
@@ -121,6 +129,8 @@ def _owned_tensors(batch: ScheduleBatch, device: torch.device) -> dict[str, torc
     if batch.extend_lens is not None and batch.prefix_lens is not None:
         host["extend_seq_lens"] = np.array(batch.extend_lens, dtype=np.int32)
         host["extend_prefix_lens"] = np.array(batch.prefix_lens, dtype=np.int32)
+    elif batch.num_tokens_per_req == 1:
+        host["positions"] = np.maximum(host["seq_lens"] - 1, 0)  # `clamp_position`, without a launch
     if batch.dllm is not None:
         host["block_offsets"] = np.array(batch.dllm.block_offsets, dtype=np.int64)
     if batch.input_ids.device.type == "cpu":
@@ -146,7 +156,7 @@ def _extend_and_positions(
     if batch.extend_lens is None or batch.prefix_lens is None:
         if per_req == 0:
             return None, torch.empty(0, dtype=torch.int64, device=owned["seq_lens"].device)
-        return None, clamp_position(owned["seq_lens"])
+        return None, owned["positions"] if per_req == 1 else clamp_position(owned["seq_lens"], per_req or 1)
     positions, start_loc = compute_position(
         owned["extend_prefix_lens"], owned["extend_seq_lens"], num_tokens, encoding
     )

@@ -73,6 +73,11 @@ def _check_seq_lens(batch: ForwardBatch) -> None:
         f"{batch.seq_lens_cpu.tolist()}, and seq_lens is {lens}.",
     )
     _require(
+        batch.max_seq_len == max(lens, default=0),
+        "max_seq_len",
+        f"{batch.max_seq_len}, and the longest of seq_lens is {max(lens, default=0)}.",
+    )
+    _require(
         batch.seq_lens_sum == sum(lens),
         "seq_lens_sum",
         f"{batch.seq_lens_sum}, and seq_lens sum to {sum(lens)}.",

@@ -100,6 +100,7 @@ def _dummy(
         write_slots={pool: PhysicalSlots(pool, scratch) for pool in runner.kv_translator.pools},
         positions=positions if is_extend else clamp_position(seq_lens),
         seq_lens_sum=num_tokens,
+        max_seq_len=max(lens),
         num_tokens_per_req=per_req,
         capture_hidden_mode=runner.capture_hidden_mode,
         padding=PaddingFields(

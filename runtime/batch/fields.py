@@ -66,8 +66,11 @@ class PaddingFields:
             whatever the padding. A rank's share is derived from it at every forward.
         num_real_tokens_cpu: The same on the host.
         unpadded: The batch that was padded; None where there is no padding.
+        is_static: Whether every later batch of these padded sizes lies at the same addresses, so that
+            graphs may read it where it lies.
     """
 
     num_real_tokens: torch.Tensor
     num_real_tokens_cpu: int
     unpadded: ForwardBatch | None = None
+    is_static: bool = False

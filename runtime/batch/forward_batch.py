@@ -63,6 +63,7 @@ class ForwardBatch:
         write_slots: Where this forward writes keys and values, by sub-pool; one slot per token.
         positions: Position of each token in its sequence (int64[T]).
         seq_lens_sum: Sum of ``seq_lens``, padded requests included.
+        max_seq_len: The longest of them; 0 where there is no request.
         num_tokens_per_req: Rows of every request where all have equally many; None in ragged modes.
         capture_hidden_mode: Which hidden states to hand out.
         extend: Set where requests may bring several tokens; None in DECODE, IDLE and PREBUILT.
@@ -84,6 +85,7 @@ class ForwardBatch:
     # Derived
     positions: torch.Tensor
     seq_lens_sum: int
+    max_seq_len: int
     num_tokens_per_req: int | None
     capture_hidden_mode: CaptureHiddenMode
     # Groups

@@ -62,6 +62,9 @@ class ForwardMode(enum.Enum):
     DLLM_EXTEND = "dllm_extend"
     """A diffusion language model rewrites a block of tokens in place."""
 
+    # By identity: modes are looked up many times in every step, and `Enum` hashes names in Python.
+    __hash__ = object.__hash__
+
     @property
     def properties(self) -> ModeProperties:
         """This mode's row of the table."""

@@ -13,27 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import BatchError
-from ..kv.req_to_token import SCRATCH_ROW
-from ..kv.slots import SCRATCH_SLOT, PhysicalSlots
-from ..torch_private import copy_all, zero_all
 from .fields import ExtendFields, PaddingFields
 from .forward_batch import ForwardBatch
 from .forward_mode import ForwardMode, NewTokens
+from .padded_room import FreshStorage, PaddedRoom, PaddedSizes, Storage
 from .positions import StartLocEncoding
 
-Storage = Callable[[str, tuple[int, ...], torch.Tensor], torch.Tensor]
-"""Gives memory for a padded tensor: its name, its shape, and the tensor whose dtype and device it has."""
-
-
-def fresh_storage(name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Gives new memory for every padded tensor."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+_FRESH = FreshStorage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +58,7 @@ def pad_batch(
     batch_size: int | None = None,
     num_tokens: int | None = None,
     idle_as: IdleShape | None = None,
-    storage: Storage = fresh_storage,
+    storage: Storage = _FRESH,
 ) -> ForwardBatch:
     """Returns the batch at a padded size; the given one stays as it is and is the result's ``real``.
 
@@ -95,13 +86,29 @@ def pad_batch(
         )
     else:
         num_tokens = batch_size * per_req
-    for name, real, padded in (
-        ("batch_size", batch.batch_size, batch_size),
-        ("num_tokens", batch.num_tokens, num_tokens),
-    ):
-        if real > padded:
-            raise BatchError(f"{name}: the batch has {real}, which is more than the padded size {padded}.")
-    return _Padder(shaped, batch_size, num_tokens, storage).padded(batch)
+    if batch.batch_size > batch_size:
+        raise _too_small("batch_size", batch.batch_size, batch_size)
+    if batch.num_tokens > num_tokens:
+        raise _too_small("num_tokens", batch.num_tokens, num_tokens)
+    extend = shaped.extend
+    sizes = PaddedSizes(
+        batch.batch_size,
+        batch.num_tokens,
+        batch_size,
+        num_tokens,
+        # A padded request reads what it writes, so its length is that of its own new tokens.
+        per_req or 0,
+        batch.padding.num_real_tokens_cpu,
+        batch.positions.ndim,
+        None if extend is None else extend.start_loc_encoding,
+    )
+    room = storage.room(sizes, shaped)
+    room.write(shaped)
+    return _padded(shaped, batch, room, sizes)
+
+
+def _too_small(name: str, real: int, padded: int) -> BatchError:
+    return BatchError(f"{name}: the batch has {real}, which is more than the padded size {padded}.")
 
 
 def _shaped(batch: ForwardBatch, idle_as: IdleShape | None) -> ForwardBatch:
@@ -140,99 +147,50 @@ def _shaped(batch: ForwardBatch, idle_as: IdleShape | None) -> ForwardBatch:
     )
 
 
-class _Padder:
-    """Writes every tensor of one batch at its padded size."""
+def _padded(
+    batch: ForwardBatch, unpadded: ForwardBatch, room: PaddedRoom, sizes: PaddedSizes
+) -> ForwardBatch:
+    """Returns the batch with the tensors of a room, in which it was written."""
+    num_pads, pad_len = sizes.num_pad_requests, sizes.pad_len
+    return ForwardBatch(
+        forward_mode=batch.forward_mode,
+        batch_size=sizes.padded_requests,
+        input_ids=room.input_ids,
+        req_pool_indices=room.req_pool_indices,
+        seq_lens=room.seq_lens,
+        seq_lens_cpu=torch.cat([batch.seq_lens_cpu, room.pad_lens_cpu]) if num_pads else batch.seq_lens_cpu,
+        write_slots=room.write_slots,
+        positions=room.positions,
+        seq_lens_sum=batch.seq_lens_sum + num_pads * pad_len,
+        max_seq_len=max(batch.max_seq_len, pad_len) if num_pads else batch.max_seq_len,
+        num_tokens_per_req=batch.num_tokens_per_req,
+        capture_hidden_mode=batch.capture_hidden_mode,
+        padding=PaddingFields(
+            num_real_tokens=room.num_real_tokens,
+            num_real_tokens_cpu=batch.padding.num_real_tokens_cpu,
+            unpadded=unpadded,
+            is_static=room.is_static,
+        ),
+        sampling=batch.sampling,
+        extend=None if batch.extend is None else _padded_extend(batch.extend, room, num_pads, pad_len),
+        logprobs=batch.logprobs,
+        speculative=batch.speculative,
+        dllm=batch.dllm,
+    )
 
-    def __init__(self, batch: ForwardBatch, batch_size: int, num_tokens: int, storage: Storage) -> None:
-        self._batch = batch
-        self._batch_size = batch_size
-        self._num_tokens = num_tokens
-        self._storage = storage
-        # A padded request reads what it writes, so its length is that of its own new tokens.
-        self._pad_len = batch.num_tokens_per_req or 0
-        self._num_pad_reqs = batch_size - batch.batch_size
-        # Copies and tails are written at the end, all at once: each alone is a launch, and there are a dozen.
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._zeros: list[torch.Tensor] = []
 
-    def padded(self, unpadded: ForwardBatch) -> ForwardBatch:
-        """Returns the padded batch."""
-        batch = self._with_tensors(unpadded)
-        copy_all(self._copies)
-        zero_all(self._zeros)
-        return batch
-
-    def _with_tensors(self, unpadded: ForwardBatch) -> ForwardBatch:
-        batch = self._batch
-        pad_lens = torch.full((self._num_pad_reqs,), self._pad_len, dtype=torch.int64)
-        return dataclasses.replace(
-            batch,
-            batch_size=self._batch_size,
-            input_ids=self._tokens("input_ids", batch.input_ids, 0),
-            positions=self._tokens("positions", batch.positions, 0),
-            write_slots={
-                pool: PhysicalSlots(pool, self._tokens(f"write_slots.{pool}", slots.ids, SCRATCH_SLOT))
-                for pool, slots in batch.write_slots.items()
-            },
-            req_pool_indices=self._requests("req_pool_indices", batch.req_pool_indices, SCRATCH_ROW),
-            seq_lens=self._requests("seq_lens", batch.seq_lens, self._pad_len),
-            seq_lens_cpu=torch.cat([batch.seq_lens_cpu, pad_lens]),
-            seq_lens_sum=batch.seq_lens_sum + self._num_pad_reqs * self._pad_len,
-            extend=None if batch.extend is None else self._extend(batch.extend),
-            padding=PaddingFields(
-                num_real_tokens=self._write("num_real_tokens", batch.padding.num_real_tokens, ()),
-                num_real_tokens_cpu=batch.padding.num_real_tokens_cpu,
-                unpadded=unpadded,
-            ),
-        )
-
-    def _extend(self, extend: ExtendFields) -> ExtendFields:
-        pad_lens = (self._pad_len,) * self._num_pad_reqs
-        start = (
-            extend.extend_num_tokens
-            if extend.start_loc_encoding is StartLocEncoding.TOKEN_OFFSET
-            else self._batch.seq_lens_sum
-        )
-        start_locs: int | torch.Tensor = start
-        if self._pad_len:
-            end = start + self._num_pad_reqs * self._pad_len
-            start_locs = torch.arange(
-                start, end, self._pad_len, dtype=torch.int32, device=extend.extend_start_loc.device
-            )
-        return dataclasses.replace(
-            extend,
-            extend_seq_lens=self._requests("extend_seq_lens", extend.extend_seq_lens, self._pad_len),
-            extend_prefix_lens=self._requests("extend_prefix_lens", extend.extend_prefix_lens, 0),
-            extend_start_loc=self._requests("extend_start_loc", extend.extend_start_loc, start_locs),
-            extend_num_tokens=extend.extend_num_tokens + sum(pad_lens),
-            extend_seq_lens_cpu=extend.extend_seq_lens_cpu + pad_lens,
-            extend_prefix_lens_cpu=extend.extend_prefix_lens_cpu + (0,) * self._num_pad_reqs,
-        )
-
-    def _tokens(self, name: str, real: torch.Tensor, tail: int) -> torch.Tensor:
-        return self._write(name, real, (*real.shape[:-1], self._num_tokens), tail)
-
-    def _requests(self, name: str, real: torch.Tensor, tail: int | torch.Tensor) -> torch.Tensor:
-        return self._write(name, real, (self._batch_size,), tail)
-
-    def _write(
-        self, name: str, real: torch.Tensor, shape: tuple[int, ...], tail: int | torch.Tensor = 0
-    ) -> torch.Tensor:
-        """Real values, then the tail along the last dimension: nothing of an older batch is left."""
-        padded = self._storage(name, shape, real)
-        if not shape:
-            self._copies.append((padded, real))
-            return padded
-        num_real = real.shape[-1]
-        self._copies.append((padded[..., :num_real], real))
-        rest = padded[..., num_real:]
-        if isinstance(tail, torch.Tensor):
-            self._copies.append((rest, tail))
-        elif tail == 0:
-            self._zeros.append(rest)
-        else:
-            rest.fill_(tail)
-        return padded
+def _padded_extend(extend: ExtendFields, room: PaddedRoom, num_pads: int, pad_len: int) -> ExtendFields:
+    assert room.extend is not None, "made for a batch with extend fields"
+    extend_seq_lens, extend_prefix_lens, extend_start_loc = room.extend
+    return ExtendFields(
+        extend_seq_lens=extend_seq_lens,
+        extend_prefix_lens=extend_prefix_lens,
+        extend_start_loc=extend_start_loc,
+        extend_num_tokens=extend.extend_num_tokens + num_pads * pad_len,
+        extend_seq_lens_cpu=extend.extend_seq_lens_cpu + (pad_len,) * num_pads,
+        extend_prefix_lens_cpu=extend.extend_prefix_lens_cpu + (0,) * num_pads,
+        start_loc_encoding=extend.start_loc_encoding,
+    )
 
 
 # The cut ------------------------------------------------------------------------------------------
@@ -276,4 +234,4 @@ def num_logit_rows(batch: ForwardBatch) -> int:
 def _cut(rows: torch.Tensor, *, padded: int, real: int, what: str) -> torch.Tensor:
     if rows.shape[0] != padded:
         raise BatchError(f"The result has {rows.shape[0]} rows, and the padded batch {padded} {what}.")
-    return rows[:real]
+    return rows if real == padded else rows[:real]

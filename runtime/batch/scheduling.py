@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..errors import BatchError, PoolError
@@ -79,9 +80,10 @@ def schedule(
         reqs=list(reqs),
         forward_mode=forward_mode,
         input_ids=input_ids,
-        req_pool_indices_cpu=torch.zeros(len(reqs), dtype=torch.int64),
-        seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int64),
-        out_cache_loc=VirtualSlots(torch.zeros(sum(num_new_tokens), dtype=torch.int64)),
+        # Rows and slots are taken when all else is known to be right.
+        req_pool_indices_cpu=torch.empty(len(reqs), dtype=torch.int64),
+        seq_lens_cpu=_int64(seq_lens),
+        out_cache_loc=VirtualSlots(torch.empty(sum(num_new_tokens), dtype=torch.int64)),
         extend_lens=list(num_new_tokens) if has_extend else None,
         prefix_lens=prefix_lens if has_extend else None,
         extend_logprob_start_lens=(
@@ -180,7 +182,11 @@ def _following_tokens(
                 f"{prefix_len} to {seq_len - 1} are to be computed. Give input_ids for drafts and blocks."
             )
         ids += req.token_ids[prefix_len:seq_len]
-    return torch.tensor(ids, dtype=torch.int64)
+    return _int64(ids)
+
+
+def _int64(values: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def _logprob_start(req: Req, prefix_len: int, seq_len: int) -> int:
@@ -203,5 +209,5 @@ def _take(
             req.req_pool_index = table.allocate()
     rows = [req.req_pool_index for req in batch.reqs if req.req_pool_index is not None]
     table.append(rows, missing, allocator.allocate(sum(missing)))
-    batch.req_pool_indices_cpu = torch.tensor(rows, dtype=torch.int64)
+    batch.req_pool_indices_cpu = _int64(rows)
     batch.out_cache_loc = table.gather(rows, prefix_lens, num_new_tokens)

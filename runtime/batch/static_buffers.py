@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import BatchError, nearest
+from .forward_batch import ForwardBatch
+from .padded_room import PaddedRoom, PaddedSizes, Storage, count_cell, count_of
 
 _TOKEN_DTYPES = {"input_ids": torch.int64, "positions": torch.int64}
 _REQUEST_DTYPES = {
@@ -20,8 +22,11 @@ _REQUEST_DTYPES = {
     "extend_start_loc": torch.int32,
 }
 
+_MAX_ROOMS = 512
+"""Rooms that are kept. Decoding needs one for each number of requests; extends have any number of tokens."""
 
-class StaticBatchBuffers:
+
+class StaticBatchBuffers(Storage):
     """Buffers for the largest batch of a runner; a smaller one lies at their beginning.
 
     Positions have one axis. Writing while a replay on another stream still reads is the caller's to prevent.
@@ -33,6 +38,8 @@ class StaticBatchBuffers:
         device: Where the buffers live.
     """
 
+    is_static = True
+
     def __init__(
         self, *, max_batch_size: int, max_num_tokens: int, pools: tuple[str, ...], device: torch.device
     ) -> None:
@@ -42,10 +49,16 @@ class StaticBatchBuffers:
         }
         for name, dtype in _REQUEST_DTYPES.items():
             self._buffers[name] = torch.zeros(max_batch_size, dtype=dtype, device=device)
-        self._buffers["num_real_tokens"] = torch.zeros((), dtype=torch.int32, device=device)
+        self._count_cell = count_cell(device)
+        self._count = count_of(self._count_cell)
+        self._counts = torch.arange(max_num_tokens + 1, dtype=torch.int64, device=device)
+        self._longest = max(max_batch_size, max_num_tokens)
+        self._constants: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._beginnings: dict[tuple[str, int], torch.Tensor] = {}
+        self._rooms: dict[PaddedSizes, PaddedRoom] = {}
 
-    def __call__(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Returns the beginning of a buffer; see `Storage`.
+    def give(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Returns the beginning of a buffer, always the same tensor for one size; see `Storage`.
 
         Raises:
             BatchError: There is no such buffer, or it is smaller or of another dtype.
@@ -60,12 +73,36 @@ class StaticBatchBuffers:
                 f"{name}: the static buffer is {buffer.dtype} of {buffer.ndim} dimensions, the batch's tensor "
                 f"{like.dtype} of {len(shape)}."
             )
-        if not shape:
-            return buffer
         if shape[0] > buffer.shape[0]:
             raise BatchError(f"{name}: {shape[0]} rows, and the static buffer has {buffer.shape[0]}.")
-        return buffer[: shape[0]]
+        key = (name, shape[0])
+        if key not in self._beginnings:
+            self._beginnings[key] = buffer[: shape[0]]
+        return self._beginnings[key]
+
+    def give_count(
+        self, num_tokens: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        value = self._counts[num_tokens : num_tokens + 1]
+        if not value.numel():  # Counted over ranks with more tokens than this one's buffers hold.
+            value = torch.full_like(self._count_cell, num_tokens)
+        return self._count, self._count_cell, value
+
+    def constant(self, value: int, length: int, like: torch.Tensor) -> torch.Tensor:
+        key = (value, like.dtype)
+        if key not in self._constants:
+            self._constants[key] = super().constant(value, self._longest, like)
+        return self._constants[key][:length]
+
+    def room(self, sizes: PaddedSizes, batch: ForwardBatch) -> PaddedRoom:
+        room = self._rooms.get(sizes)
+        if room is None or len(room.write_slots) != len(batch.write_slots):
+            room = super().room(sizes, batch)
+            if len(self._rooms) >= _MAX_ROOMS:
+                self._rooms.clear()
+            self._rooms[sizes] = room
+        return room
 
     def static_tensors(self) -> dict[str, torch.Tensor]:
         """Returns every buffer by name, for who must know that it never moves."""
-        return dict(self._buffers)
+        return {**self._buffers, "num_real_tokens": self._count}

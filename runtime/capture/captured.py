@@ -96,6 +96,8 @@ class CapturedCallable:
         self._sizes = sizes
         self._statics = statics
         self._cut = OutputCut()
+        # Nothing to check, copy in, or copy out: a runner's forward over its own buffers.
+        self._is_closed = not inputs.leaves and sizes is None and not copy_outputs
         self.pool = pool
         self.recordings: dict[ShapeKey, Recording] = {}
         self._by_size: dict[int | None, Recording] = {}  # the same, without hashing a key per call
@@ -115,6 +117,11 @@ class CapturedCallable:
             MovedAddressError: On the first replay of a size, a static tensor is not where it was.
             CaptureError: Called while this thread captures, or inside a replay on the same pool.
         """
+        if self._is_closed and not args and not kwargs:
+            only = self._by_size.get(None)
+            if only is not None:
+                only.replay()
+                return self._cut.apply(only.outputs, None, None, copy=False)
         real, values = self._inputs.real_size(args, kwargs)
         padded = self.padded_size(real) if real is not None else None
         recording, reason = self._find(real, padded, values)

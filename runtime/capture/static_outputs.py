@@ -93,6 +93,9 @@ class OutputCut:
         """
         if type(outputs) is torch.Tensor:
             return _cut(outputs, self.dims()[0] if real_size != padded_size else None, real_size, copy)
+        if not copy and real_size == padded_size and type(outputs) is tuple:
+            if all(type(leaf) is torch.Tensor for leaf in outputs):
+                return outputs
         leaves, spec = tree.flatten(outputs)
         dims = self.dims() if real_size != padded_size else [None] * len(leaves)
         cut = [

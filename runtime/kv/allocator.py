@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from ..errors import ConfigError, PoolError
@@ -28,9 +29,9 @@ class SlotAllocator:
         self.num_slots = num_slots
         self.name = name
         # A stack; the lowest slots lie on top at first.
-        self._free = torch.arange(num_slots, SCRATCH_SLOT, -1)
+        self._free = np.arange(num_slots, SCRATCH_SLOT, -1, dtype=np.int64)
         self._num_free = num_slots
-        self._is_free = torch.ones(num_slots + 1, dtype=torch.bool)
+        self._is_free = np.ones(num_slots + 1, dtype=np.bool_)
         self._is_free[SCRATCH_SLOT] = False
 
     @property
@@ -57,9 +58,9 @@ class SlotAllocator:
                 "are free. Ask can_allocate first, and let requests wait until others end."
             )
         self._num_free -= num_slots
-        ids = self._free[self._num_free : self._num_free + num_slots].flip(0)
+        ids = self._free[self._num_free : self._num_free + num_slots][::-1].copy()
         self._is_free[ids] = False
-        return ids
+        return torch.from_numpy(ids)
 
     def free(self, ids: torch.Tensor) -> None:
         """Gives slots back.
@@ -72,22 +73,23 @@ class SlotAllocator:
         """
         if ids.numel() == 0:
             return
-        self._check_owned(ids)
-        self._is_free[ids] = True
-        self._free[self._num_free : self._num_free + ids.numel()] = ids
-        self._num_free += ids.numel()
+        given = ids.numpy()
+        self._check_owned(given)
+        self._is_free[given] = True
+        self._free[self._num_free : self._num_free + given.size] = given
+        self._num_free += given.size
 
-    def _check_owned(self, ids: torch.Tensor) -> None:
-        lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+    def _check_owned(self, ids: np.ndarray) -> None:
+        lowest, highest = int(ids.min()), int(ids.max())
         if lowest <= SCRATCH_SLOT or highest > self.num_slots:
             raise PoolError(
                 f"Sub-pool {self.name!r}: slots {lowest} to {highest} freed, but requests own only 1 to "
                 f"{self.num_slots}; slot {SCRATCH_SLOT} is scratch."
             )
         free_already = ids[self._is_free[ids]]
-        if free_already.numel():
+        if free_already.size:
             raise PoolError(f"Sub-pool {self.name!r}: slot {int(free_already[0])} is free already.")
-        if ids.unique().numel() != ids.numel():
+        if np.unique(ids).size != ids.size:
             raise PoolError(f"Sub-pool {self.name!r}: a slot is named twice in one free: {ids.tolist()}.")
 
 

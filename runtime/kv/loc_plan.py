@@ -25,13 +25,23 @@ class KVLocPlan:
 
     Args:
         translator: Who made it, and writes the tables that backends read.
-        slots: By sub-pool, one row per request where all have equally many tokens, else one row
-            (int64[R, C], on the device).
+        slots: By sub-pool, row by row (int64[R * C], on the device).
+        entries: The same as tables hold them (int32[R * C], on the device).
+        num_rows: One row per request where all have equally many tokens, else one (`R`).
     """
 
-    def __init__(self, translator: KVIndexTranslator, slots: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        translator: KVIndexTranslator,
+        slots: Mapping[str, torch.Tensor],
+        entries: Mapping[str, torch.Tensor],
+        *,
+        num_rows: int,
+    ) -> None:
         self._translator = translator
         self._slots = dict(slots)
+        self._entries = dict(entries)
+        self._num_rows = num_rows
         self._is_open = True
 
     @property
@@ -42,7 +52,7 @@ class KVLocPlan:
     @property
     def num_columns(self) -> int:
         """Columns that a write window may name."""
-        return self._slots[FULL_POOL].shape[1]
+        return self._slots[FULL_POOL].numel() // self._num_rows
 
     def write_ids(self, pool: str, cols: range | None = None) -> PhysicalSlots:
         """Returns the slots of a write window in one sub-pool, row by row.
@@ -62,11 +72,15 @@ class KVLocPlan:
         slots = self._slots.get(pool)
         if slots is None:
             raise PoolError(f"No sub-pool {pool!r} was planned; {nearest(pool, self._slots)}")
+        return PhysicalSlots(pool, self._window(slots, cols))
+
+    def _window(self, slots: torch.Tensor, cols: range | None) -> torch.Tensor:
         if cols is None:
-            return PhysicalSlots(pool, slots.flatten())
-        if cols.step != 1 or not 0 <= cols.start <= cols.stop <= slots.shape[1]:
-            raise PoolError(f"The write window {cols} is not inside the plan's {slots.shape[1]} columns.")
-        return PhysicalSlots(pool, slots[:, cols.start : cols.stop].flatten())
+            return slots
+        num_columns = self.num_columns
+        if cols.step != 1 or not 0 <= cols.start <= cols.stop <= num_columns:
+            raise PoolError(f"The write window {cols} is not inside the plan's {num_columns} columns.")
+        return slots.view(self._num_rows, num_columns)[:, cols.start : cols.stop].flatten()
 
     def bind(
         self,
@@ -92,19 +106,43 @@ class KVLocPlan:
             PoolError: The plan is over or another translator's: backends would index another table.
             BatchError: The window has another number of slots than the batch has tokens.
         """
+        write_slots = self.write_slots(translator, batch.num_tokens, cols)
+        self.record(batch, cols=cols, cache_positions=cache_positions)
+        return dataclasses.replace(batch, write_slots=write_slots)
+
+    def write_slots(
+        self, translator: KVIndexTranslator, num_tokens: int, cols: range | None = None
+    ) -> dict[str, PhysicalSlots]:
+        """Returns the slots of a forward's write window in every sub-pool; `bind` without its batch.
+
+        Args:
+            translator: As in `bind`.
+            num_tokens: Of the forward.
+            cols: As in `bind`.
+
+        Raises:
+            PoolError: As in `bind`.
+            BatchError: Likewise.
+        """
         if translator is not self._translator:
             raise PoolError("The plan is another translator's: backends would read tables it never wrote.")
         write_slots = {pool: self.write_ids(pool, cols) for pool in translator.pools}
-        if len(write_slots[FULL_POOL]) != batch.num_tokens:
+        if len(write_slots[FULL_POOL]) != num_tokens:
             raise BatchError(
                 f"out_cache_loc: the write window holds {len(write_slots[FULL_POOL])} slots, and the batch "
-                f"has {batch.num_tokens} tokens."
+                f"has {num_tokens} tokens."
             )
+        return write_slots
+
+    def record(
+        self, batch: ForwardBatch, *, cols: range | None = None, cache_positions: torch.Tensor | None = None
+    ) -> None:
+        """Tells backends where the new tokens of a forward lie; arguments as in `bind`."""
         columns = batch.positions if cache_positions is None else cache_positions
-        translator.record(batch.req_rows_of_tokens(), columns, write_slots)
-        return dataclasses.replace(batch, write_slots=write_slots)
+        entries = {pool: self._window(slots, cols) for pool, slots in self._entries.items()}
+        self._translator.record(batch.req_rows_of_tokens(), columns, entries)
 
     def close(self) -> None:
         """Ends it; its slots are not looked up again."""
         self._is_open = False
-        self._slots = {}
+        self._slots, self._entries = {}, {}

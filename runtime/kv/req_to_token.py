@@ -158,5 +158,7 @@ class ReqToTokenPool:
 def _cells(rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row and column of each token; the tokens of a row stand side by side."""
     counts = ends - begins
+    if (counts == 1).all():  # As in decoding.
+        return rows, begins
     shifts = np.repeat(begins - (counts.cumsum() - counts), counts)
     return np.repeat(rows, counts), np.arange(len(shifts)) + shifts

@@ -40,23 +40,18 @@ def copy_to_device(
     # A pinned block goes back to PyTorch's host allocator, which hands it out again only after the
     # copy has run: `onnxruntime#32121` read a recycled one.
     staging = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    # The block is seen in each dtype once, on either side.
     bytes_of_staging = staging.numpy()
+    values = {dtype: bytes_of_staging.view(dtype) for dtype in _DTYPES}
     for name, array in arrays.items():
-        begin = offsets[name]
-        bytes_of_staging[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        begin = offsets[name] // array.itemsize
+        values[array.dtype][begin : begin + array.size] = array
     block = staging if device.type == "cpu" else staging.to(device, non_blocking=True)
-    by_dtype: dict[np.dtype, torch.Tensor] = {}
-    return {name: _view(block, offsets[name], array, by_dtype) for name, array in arrays.items()}
-
-
-def _view(
-    block: torch.Tensor, offset: int, like: np.ndarray, by_dtype: dict[np.dtype, torch.Tensor]
-) -> torch.Tensor:
-    """Returns one array's part of the block; the block is seen in each dtype once."""
-    typed = by_dtype.get(like.dtype)
-    if typed is None:
-        typed = by_dtype[like.dtype] = block.view(_DTYPES[like.dtype])
-    return typed.as_strided(like.shape, (1,) * like.ndim, offset // like.itemsize)
+    typed = {dtype: block.view(torch_dtype) for dtype, torch_dtype in _DTYPES.items()}
+    return {
+        name: typed[array.dtype].as_strided(array.shape, (1,) * array.ndim, offsets[name] // array.itemsize)
+        for name, array in arrays.items()
+    }
 
 
 _DTYPES = {

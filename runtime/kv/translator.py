@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..errors import BatchError, ConfigError, PoolError, nearest
@@ -80,14 +81,12 @@ class KVIndexTranslator:
 
     def translate(self, slots: VirtualSlots) -> dict[str, PhysicalSlots]:
         """Returns the slots in every sub-pool, on the device, in one copy."""
-        return self._to_device(self._physical(slots))
+        on_device = copy_to_device(self._physical(slots), self.device)
+        return {name: PhysicalSlots(name, ids) for name, ids in on_device.items()}
 
     def _physical(self, slots: VirtualSlots) -> dict[str, torch.Tensor]:
         self.num_translations += 1
         return {name: self._allocator.translate(slots, pool=name) for name in self.pools}
-
-    def _to_device(self, physical: Mapping[str, torch.Tensor]) -> dict[str, PhysicalSlots]:
-        return {name: PhysicalSlots(name, ids) for name, ids in copy_to_device(physical, self.device).items()}
 
     def own_plan(self, slots: VirtualSlots, *, num_rows: int = 1) -> KVLocPlan:
         """Begins an iteration: translates its slots, and ends the iteration before it.
@@ -101,34 +100,68 @@ class KVIndexTranslator:
             BatchError: The slots do not divide into so many rows.
             PoolError: A sub-pool's slot was released, so its token would be lost in scratch.
         """
+        return self.begin_iteration(
+            copy_to_device(self.host_slots(slots, num_rows=num_rows), self.device), num_rows=num_rows
+        )
+
+    def host_slots(self, slots: VirtualSlots, *, num_rows: int = 1) -> dict[str, np.ndarray]:
+        """Translates an iteration's slots, for who copies them to the device with other things.
+
+        Args:
+            slots: As in `own_plan`.
+            num_rows: Likewise.
+
+        Returns:
+            What `begin_iteration` takes, still on the host: slots of each sub-pool, and the same as the tables
+            that backends read hold them.
+
+        Raises:
+            BatchError: As in `own_plan`.
+            PoolError: Likewise.
+        """
         if num_rows < 1 or len(slots) % num_rows:
             raise BatchError(
                 f"out_cache_loc: {len(slots)} slots do not divide into {num_rows} rows of equal length."
             )
-        physical = self._physical(slots)
-        for name, ids in physical.items():
-            if not ids.all():
+        found: dict[str, np.ndarray] = {}
+        for name, ids in self._physical(slots).items():
+            array = ids.numpy()
+            if not array.all():
                 raise PoolError(
                     f"Sub-pool {name!r}: {int((ids == SCRATCH_SLOT).sum())} of {len(slots)} new tokens have no "
                     "slot, since it was released. Release only what no later token reads or writes."
                 )
+            found[f"write_slots.{name}"] = array
+            found[f"table_entries.{name}"] = array.astype(np.int32)
+        return found
+
+    def begin_iteration(self, on_device: Mapping[str, torch.Tensor], *, num_rows: int = 1) -> KVLocPlan:
+        """Begins an iteration with slots that are on the device, and ends the iteration before it.
+
+        Args:
+            on_device: As `host_slots` gave them; other names are passed over.
+            num_rows: As there.
+        """
         if self._plan is not None:
             self._plan.close()
-        translated = self._to_device(physical)
-        shape = (num_rows, len(slots) // num_rows)
-        self._plan = KVLocPlan(self, {name: found.ids.view(shape) for name, found in translated.items()})
+        self._plan = KVLocPlan(
+            self,
+            {name: on_device[f"write_slots.{name}"] for name in self.pools},
+            {name: on_device[f"table_entries.{name}"] for name in self.pools},
+            num_rows=num_rows,
+        )
         return self._plan
 
-    def record(self, rows: torch.Tensor, columns: torch.Tensor, slots: Mapping[str, PhysicalSlots]) -> None:
+    def record(self, rows: torch.Tensor, columns: torch.Tensor, entries: Mapping[str, torch.Tensor]) -> None:
         """Enters new tokens into the tables that backends read.
 
         Args:
             rows: Request row of each token (int64[T], on the device).
             columns: Index of each token in its sequence (int64[T], on the device).
-            slots: The tokens' slots by sub-pool.
+            entries: The tokens' slots by sub-pool (int32[T], on the device).
         """
-        for name, physical in slots.items():
-            self._tables[name].index_put_((rows, columns), physical.ids.to(torch.int32))
+        for name, slots in entries.items():
+            self._tables[name].index_put_((rows, columns), slots)
 
     def record_prefix(self, row: int, slots: VirtualSlots) -> None:
         """Enters a request's first tokens, which no forward here wrote: their KV came from elsewhere.
@@ -138,7 +171,8 @@ class KVIndexTranslator:
             slots: Of its tokens from the first on.
         """
         columns = torch.arange(len(slots), device=self.device)
-        self.record(torch.full_like(columns, row), columns, self.translate(slots))
+        entries = {name: physical.ids.to(torch.int32) for name, physical in self.translate(slots).items()}
+        self.record(torch.full_like(columns, row), columns, entries)
 
     def static_tensors(self) -> dict[str, torch.Tensor]:
         """Returns every table by name, for who must know that it never moves."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from ..kv.capacity import KVCapacity, MemoryBudget, profile_capacity, verify_aft
 from ..kv.pool import KVPool, KVSubPool
 from ..kv.req_to_token import ReqToTokenPool
 from ..kv.translator import KVIndexTranslator, bind_and_verify_backends
-from ..records import PhaseClock
+from ..records import LapClock, PhaseClock
 from ..runners.base import GraphRunner, ModelRunnerOutput, Runner, RunnerParts
 from ..runners.compiling import CompiledForwards, ForwardCompiler
 from ..runners.decode import DecodeRunner
@@ -109,7 +110,7 @@ class ModelRunner:
         )
         self._sizes = capture_sizes(self.plan, self.options)
         self.log = ExecutionLog()
-        self.clock = PhaseClock()
+        self.clock = LapClock()
         self.graph_build: GraphBuild | None = None
         self._agreement = agreement or SingleRank()
         self._compiler = compiler
@@ -359,8 +360,11 @@ class ModelRunner:
             raise ConfigError(
                 f"num_layers and progress are for split_prefill, and this is {batch.forward_mode.value}."
             )
-        with self.clock.phase(_category(batch)):
+        before = self.clock.enter(_category(batch))
+        try:
             output = self._dispatch(batch, num_layers, progress)
+        finally:
+            self.clock.enter(before)
         self.log.note(output.execution)
         return output
 
@@ -379,6 +383,21 @@ class ModelRunner:
             assert self._extend is not None
             return self._extend.run(batch).after(refusals)
         return self._eager.run(batch).after(refusals)
+
+    def load_graph(self, batch: ForwardBatch) -> Callable[[], Any] | None:
+        """Pads and plans a batch for its graph, for who measures a replay alone.
+
+        Returns:
+            What replays it until another batch is loaded or run; None where it would run eager.
+
+        Raises:
+            ConfigError: The runner is not built.
+        """
+        self._stages.require(Stage.GRAPHS, "A replay")
+        for runner in (self._decode, self._extend):
+            if runner is not None and runner.can_run(batch) is None:
+                return runner.load(batch)
+        return None
 
     def _takes(self, name: str, runner: Runner | None, batch: ForwardBatch, refusals: list[Refusal]) -> bool:
         """Whether a graph runner, here and on every rank, takes a batch; notes why not."""

@@ -21,7 +21,7 @@ from ..batch.real_tokens import RealTokens, TokenLayout
 from ..capture.captured import ProgressCallback
 from ..context import ForwardContext, use_forward_context
 from ..graph_backends.base import GraphBackend, GraphKey
-from .execution import Execution, Extent, Reason, Refusal
+from .execution import Execution, Reason, Refusal, execution_of
 from .logits import ForwardLogits, logits_of_ragged, logits_of_rows
 from .padding_policy import PaddingPolicy
 from .served_model import ServedModel
@@ -98,8 +98,15 @@ class Runner(abc.ABC):
         return Refusal(runner=self.name, reason=reason, detail=detail)
 
     def _execution(self, batch: ForwardBatch, strategy: str) -> Execution:
-        return Execution(
-            mode=batch.real.forward_mode, runner=self.name, strategy=strategy, extent=Extent.of_batch(batch)
+        real = batch.real
+        return execution_of(
+            real.forward_mode,
+            self.name,
+            strategy,
+            real.batch_size,
+            real.num_tokens,
+            batch.batch_size,
+            batch.num_tokens,
         )
 
 
@@ -115,6 +122,15 @@ class GraphRunner(Runner):
     def backends(self) -> tuple[GraphBackend, ...]:
         """Where its graphs are."""
 
+    @abc.abstractmethod
+    def load(self, batch: ForwardBatch) -> Callable[[], Any]:
+        """Pads and plans a batch that `can_run` takes, without running it.
+
+        Returns:
+            What runs its shape, as often as it is called and until another batch is loaded: a replay alone,
+            for who measures it.
+        """
+
     def _build_one(
         self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch, forward: Callable[[], Any]
     ) -> None:
@@ -123,6 +139,18 @@ class GraphRunner(Runner):
         backend.plan_for_capture(attention, batch)
         with use_forward_context(context_of(batch, attention)):
             backend.build(key, forward)
+
+    def _loaded(self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch) -> Callable[[], Any]:
+        """Plans a padded batch; returns what runs its shape."""
+        attention = self.parts.attention_for(batch)
+        backend.plan_for_run(attention, batch)
+        context = context_of(batch, attention)
+
+        def run_shape() -> Any:
+            with torch.no_grad(), use_forward_context(context):
+                return backend.run(key)
+
+        return run_shape
 
     def _run_one(self, backend: GraphBackend, key: GraphKey, batch: ForwardBatch) -> Any:
         attention = self.parts.attention_for(batch)

@@ -6,6 +6,7 @@ DLLM_EXTEND (several). An idle rank replays the smallest DECODE graph, so that i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,13 @@ class DecodeFamily:
     backend: GraphBackend
     hidden_states: HiddenStates
 
-    def key(self, size: int) -> GraphKey:
-        """Returns the shape with so many requests."""
-        return GraphKey(mode=self.mode, num_requests=size, num_tokens=size * self.num_tokens_per_req)
+    @functools.cached_property
+    def keys(self) -> dict[int, GraphKey]:
+        """Shapes by their number of requests."""
+        return {
+            size: GraphKey(mode=self.mode, num_requests=size, num_tokens=size * self.num_tokens_per_req)
+            for size in self.sizes
+        }
 
 
 class DecodeRunner(GraphRunner):
@@ -87,7 +92,7 @@ class DecodeRunner(GraphRunner):
 
     def build(self, on_progress: ProgressCallback | None = None) -> None:
         shapes = [(family, size) for family in self._families.values() for size in reversed(family.sizes)]
-        shapes.sort(key=lambda shape: -shape[0].key(shape[1]).num_tokens)
+        shapes.sort(key=lambda shape: -shape[0].keys[shape[1]].num_tokens)
         for index, (family, size) in enumerate(shapes):
             if on_progress is not None:
                 on_progress("decode graphs", index, len(shapes))
@@ -98,7 +103,7 @@ class DecodeRunner(GraphRunner):
                 num_tokens_per_req=family.num_tokens_per_req,
             )
             batch = pad_batch(dummy, batch_size=size, storage=self.buffers)
-            self._build_one(family.backend, family.key(size), batch, self._forward_over(family, batch))
+            self._build_one(family.backend, family.keys[size], batch, self._forward_over(family, batch))
         if on_progress is not None:
             on_progress("decode graphs", len(shapes), len(shapes))
 
@@ -126,11 +131,24 @@ class DecodeRunner(GraphRunner):
             )
         if not mode.is_idle() and not self.parts.policy.allows(batch.batch_size, size):
             return self._refuse(Reason.PADDING_TOO_LARGE, f"{batch.batch_size} requests to {size}")
-        if not family.backend.is_built(family.key(size)):
-            return self._refuse(Reason.NO_GRAPH, f"size {size}: {family.backend.why_not(family.key(size))}")
+        if not family.backend.is_built(family.keys[size]):
+            return self._refuse(Reason.NO_GRAPH, f"size {size}: {family.backend.why_not(family.keys[size])}")
         return None
 
     def run(self, batch: ForwardBatch) -> ModelRunnerOutput:
+        family, key, padded = self._place(batch)
+        hidden_TE, logits_TV = self._run_one(family.backend, key, padded)
+        return ModelRunnerOutput(
+            execution=self._execution(padded, family.backend.name),
+            logits=logits_of_rows(padded, hidden_TE, logits_TV),
+        )
+
+    def load(self, batch: ForwardBatch) -> Callable[[], Any]:
+        family, key, padded = self._place(batch)
+        return self._loaded(family.backend, key, padded)
+
+    def _place(self, batch: ForwardBatch) -> tuple[DecodeFamily, GraphKey, ForwardBatch]:
+        """Pads a batch into the buffers of its graph."""
         family = self._family(batch)
         size = None if family is None else padded_size(batch.batch_size, family.sizes)
         if family is None or size is None:
@@ -139,11 +157,7 @@ class DecodeRunner(GraphRunner):
         if batch.forward_mode.is_idle():
             idle_as = IdleShape(forward_mode=family.mode, num_tokens_per_req=family.num_tokens_per_req)
         padded = pad_batch(batch, batch_size=size, idle_as=idle_as, storage=self.buffers)
-        hidden_TE, logits_TV = self._run_one(family.backend, family.key(size), padded)
-        return ModelRunnerOutput(
-            execution=self._execution(padded, family.backend.name),
-            logits=logits_of_rows(padded, hidden_TE, logits_TV),
-        )
+        return family, family.keys[size], padded
 
     def _family(self, batch: ForwardBatch) -> DecodeFamily | None:
         mode = ForwardMode.DECODE if batch.forward_mode.is_idle() else batch.forward_mode

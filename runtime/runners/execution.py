@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 from dataclasses import dataclass
 
-from ..batch.forward_batch import ForwardBatch
 from ..batch.forward_mode import ForwardMode
 
 
@@ -53,17 +53,6 @@ class Extent:
     padded_requests: int
     padded_tokens: int
 
-    @classmethod
-    def of_batch(cls, batch: ForwardBatch) -> Extent:
-        """Returns the sizes of a batch, padded or not."""
-        real = batch.real
-        return cls(
-            num_requests=real.batch_size,
-            num_tokens=real.num_tokens,
-            padded_requests=batch.batch_size,
-            padded_tokens=batch.num_tokens,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
@@ -100,6 +89,18 @@ class Execution:
     strategy: str
     extent: Extent
     refusals: tuple[Refusal, ...] = ()
+
+    @functools.cached_property
+    def count_key(self) -> CountKey:
+        """What it is counted by."""
+        fallback = self.fallback
+        return CountKey(
+            mode=self.mode,
+            runner=self.runner,
+            strategy=self.strategy,
+            size=self.extent.padded_tokens,
+            fallback=None if fallback is None else fallback.reason.value,
+        )
 
     @property
     def has_graph(self) -> bool:
@@ -148,6 +149,36 @@ class CountKey:
     fallback: str | None
 
 
+@functools.lru_cache(maxsize=1024)
+def execution_of(
+    mode: ForwardMode,
+    runner: str,
+    strategy: str,
+    num_requests: int,
+    num_tokens: int,
+    padded_requests: int,
+    padded_tokens: int,
+) -> Execution:
+    """Returns the record of a forward that nobody refused; equal ones are one object, as every step makes one.
+
+    Args:
+        mode: As in `Execution`.
+        runner: Likewise.
+        strategy: Likewise.
+        num_requests: As in `Extent`.
+        num_tokens: Likewise.
+        padded_requests: Likewise.
+        padded_tokens: Likewise.
+    """
+    extent = Extent(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        padded_requests=padded_requests,
+        padded_tokens=padded_tokens,
+    )
+    return Execution(mode=mode, runner=runner, strategy=strategy, extent=extent)
+
+
 class ExecutionLog:
     """Counts all forwards and keeps the last ones.
 
@@ -165,17 +196,8 @@ class ExecutionLog:
 
     def note(self, execution: Execution) -> None:
         """Adds a forward."""
-        fallback = execution.fallback
         self.last.append(execution)
-        self.counts[
-            CountKey(
-                mode=execution.mode,
-                runner=execution.runner,
-                strategy=execution.strategy,
-                size=execution.extent.padded_tokens,
-                fallback=None if fallback is None else fallback.reason.value,
-            )
-        ] += 1
+        self.counts[execution.count_key] += 1
 
     def total(
         self, *, mode: ForwardMode | None = None, runner: str | None = None, fallback: str | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -127,9 +129,7 @@ class ExtendRunner(GraphRunner):
         return None
 
     def run(self, batch: ForwardBatch) -> ModelRunnerOutput:
-        size = padded_size(batch.num_tokens, self._sizes)
-        if size is None:
-            raise ConfigError(f"The extend runner was given what it cannot run: {self.can_run(batch)}.")
+        size = self._size(batch)
         padded = self._pad(batch, size)
         hidden_TE = self._run_one(self._backend, self._key(size), padded)
         return ModelRunnerOutput(
@@ -137,11 +137,23 @@ class ExtendRunner(GraphRunner):
             logits=forward_logits(self.parts, padded, hidden_TE),
         )
 
+    def load(self, batch: ForwardBatch) -> Callable[[], Any]:
+        size = self._size(batch)
+        return self._loaded(self._backend, self._key(size), self._pad(batch, size))
+
+    def _size(self, batch: ForwardBatch) -> int:
+        size = padded_size(batch.num_tokens, self._sizes)
+        if size is None:
+            raise ConfigError(f"The extend runner was given what it cannot run: {self.can_run(batch)}.")
+        return size
+
     def _key(self, size: int) -> GraphKey:
         return GraphKey(mode=GRAPH_MODE, num_requests=self._slots, num_tokens=size)
 
     def _pad(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         padded = pad_batch(batch, batch_size=self._slots, num_tokens=size, storage=self.buffers)
+        if padded.forward_mode is GRAPH_MODE:
+            return padded
         return dataclasses.replace(padded, forward_mode=GRAPH_MODE)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:

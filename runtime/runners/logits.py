@@ -51,11 +51,8 @@ def logits_of_rows(batch: ForwardBatch, hidden_TE: torch.Tensor, logits_NV: torc
     Returns:
         Views of what was given.
     """
-    real = batch.real
     return ForwardLogits(
-        logits=_cut_rows(batch, logits_NV),
-        rows=None,
-        hidden=_asked_hidden(real, cut_tokens(batch, hidden_TE)),
+        logits=_cut_rows(batch, logits_NV), rows=None, hidden=_asked_hidden(batch, hidden_TE)
     )
 
 
@@ -76,10 +73,7 @@ def logits_of_ragged(batch: ForwardBatch, hidden_TE: torch.Tensor, model: Served
     filled = -(-num_rows // LOGIT_ROW_MULTIPLE) * LOGIT_ROW_MULTIPLE
     picked = torch.nn.functional.pad(rows.hidden_rows, (0, filled - num_rows))
     logits_NV = model.compute_logits(hidden_TE.index_select(0, picked))[:num_rows]
-    last = rows.hidden_rows.index_select(0, rows.sample_rows)
-    return ForwardLogits(
-        logits=logits_NV, rows=rows, hidden=_asked_hidden(real, cut_tokens(batch, hidden_TE), last)
-    )
+    return ForwardLogits(logits=logits_NV, rows=rows, hidden=_asked_hidden(batch, hidden_TE, rows))
 
 
 def _cut_rows(batch: ForwardBatch, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -89,14 +83,16 @@ def _cut_rows(batch: ForwardBatch, logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _asked_hidden(
-    real: ForwardBatch, hidden_TE: torch.Tensor, last_rows: torch.Tensor | None = None
+    batch: ForwardBatch, padded_TE: torch.Tensor, rows: LogitRows | None = None
 ) -> torch.Tensor | None:
     """Returns hidden states of real rows as ``capture_hidden_mode`` says."""
+    real = batch.real
     if real.capture_hidden_mode is CaptureHiddenMode.NULL:
         return None
+    hidden_TE = cut_tokens(batch, padded_TE)
     if real.capture_hidden_mode is CaptureHiddenMode.FULL or real.num_tokens == 0:
         return hidden_TE
-    if last_rows is not None:
-        return hidden_TE.index_select(0, last_rows)
+    if rows is not None:
+        return hidden_TE.index_select(0, rows.hidden_rows.index_select(0, rows.sample_rows))
     each = real.num_tokens // real.batch_size
     return hidden_TE[each - 1 :: each]

@@ -65,7 +65,7 @@ class CompareOptions:
             raise ConfigError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}.")
 
     @property
-    def num_timed_steps(self) -> int:
+    def num_timed_samples(self) -> int:
         """Calls of each strategy at one token count, warm-ups included."""
         return self.num_warm_ups + self.num_rounds
 

@@ -179,6 +179,7 @@ class World:
             seq_lens=seq_lens.to(self.device),
             seq_lens_cpu=seq_lens,
             seq_lens_sum=int(seq_lens.sum()),
+            max_seq_len=int(seq_lens.max()),
             write_slots={FULL_POOL: PhysicalSlots(FULL_POOL, out_cache_loc)},
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_tokens_per_req=None if is_ragged else each,

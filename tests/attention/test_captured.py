@@ -10,10 +10,13 @@ import torch
 from sgl_piecewise.runtime.attention.base import attend
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
+from sgl_piecewise.runtime.batch.padding import pad_batch
+from sgl_piecewise.runtime.batch.static_buffers import StaticBatchBuffers
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.entry import capture
 from sgl_piecewise.runtime.context import ForwardContext, use_forward_context
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.kv.slots import FULL_POOL
 
 from .support import TOLERANCE, Request, World, spec
 
@@ -111,6 +114,49 @@ def test_a_plan_changes_nothing_that_a_graph_reads_but_its_contents(world: World
             world.backend.plan(padded(world, mode, requests))
     after = {name: tensor.data_ptr() for name, tensor in world.backend.static_tensors().items()}
     assert before == after
+
+
+def test_graphs_read_a_static_batch_where_it_lies_and_others_are_copied_to_it(world: World) -> None:
+    backend, mode = world.backend, ForwardMode.DECODE
+    buffers = StaticBatchBuffers(max_batch_size=4, max_num_tokens=4, pools=(FULL_POOL,), device=world.device)
+
+    def static(requests: list[Request]) -> ForwardBatch:
+        world.give_rows(requests)
+        return pad_batch(world.batch(mode, requests), batch_size=4, storage=buffers)
+
+    backend.plan_for_capture(static(BATCHES[mode][0]))
+    plan = backend._current(torch.empty(4))
+    held = buffers.static_tensors()
+    assert plan.seq_lens.data_ptr() == held["seq_lens"].data_ptr()
+    assert plan.req_pool_indices.data_ptr() == held["req_pool_indices"].data_ptr()
+    assert plan.write_slots[FULL_POOL].ids.data_ptr() == held[f"write_slots.{FULL_POOL}"].data_ptr()
+    backend.plan_for_replay(static(BATCHES[mode][2]))
+    assert backend._current(torch.empty(4)) is plan
+    assert plan.seq_lens.tolist() == [4, 201, 1, 1]
+    elsewhere = padded(world, mode, BATCHES[mode][1])
+    before = elsewhere.seq_lens.clone()
+    backend.plan_for_replay(elsewhere)
+    assert torch.equal(plan.seq_lens, before)
+    assert torch.equal(plan.write_slots[FULL_POOL].ids, elsewhere.out_cache_loc)
+
+
+def test_a_captured_batch_of_its_owners_is_not_written_to(world: World) -> None:
+    """It may be planned again: nothing said that graphs may take its tensors."""
+    first = padded(world, ForwardMode.DECODE, BATCHES[ForwardMode.DECODE][0])
+    before = first.seq_lens.clone()
+    world.backend.plan_for_capture(first)
+    world.backend.plan_for_replay(padded(world, ForwardMode.DECODE, BATCHES[ForwardMode.DECODE][1]))
+    assert torch.equal(first.seq_lens, before)
+
+
+def test_a_second_capture_of_sizes_keeps_what_the_first_graph_reads(world: World) -> None:
+    world.backend.plan_for_capture(padded(world, ForwardMode.DECODE, BATCHES[ForwardMode.DECODE][0]))
+    plan = world.backend._current(torch.empty(4))
+    buffers = StaticBatchBuffers(max_batch_size=4, max_num_tokens=4, pools=(FULL_POOL,), device=world.device)
+    again = pad_batch(world.batch(ForwardMode.DECODE, BATCHES[ForwardMode.DECODE][1]), storage=buffers)
+    world.backend.plan_for_capture(again)
+    assert world.backend._current(torch.empty(4)) is plan
+    assert torch.equal(plan.seq_lens, again.seq_lens)
 
 
 def test_a_replay_of_sizes_that_were_not_captured_is_an_error(world: World) -> None:

@@ -18,8 +18,8 @@ def test_tiles_hold_every_row_once_and_no_more_than_counted(
     totals = [one + prefix for one, prefix in lens]
     num_tokens = sum(new) + padding
     length = num_tiles(num_tokens, len(lens), rows)
-    tiles = tile_table(new, totals, num_tokens=num_tokens, rows=rows, length=length)
-    assert len(tiles) == length
+    tiles = tile_table(new, totals, num_tokens=num_tokens, rows=rows)
+    assert len(tiles) <= length
     starts = [sum(new[:index]) for index in range(len(new))]
     covered: list[int] = []
     for request, first in tiles:

@@ -50,6 +50,7 @@ def written(path: Callable[[ForwardBatch], torch.Tensor], index: int, value: int
         ("positions", M.EXTEND, replaced(positions=torch.zeros(3))),
         ("input_ids", M.DECODE, written(lambda b: b.input_ids, 1, -3)),
         ("seq_lens_sum", M.DECODE, replaced(seq_lens_sum=3)),
+        ("max_seq_len", M.DECODE, replaced(max_seq_len=3)),
         ("seq_lens_cpu", M.DECODE, written(lambda b: b.seq_lens_cpu, 1, 1)),
         ("seq_lens", M.DECODE, replaced(seq_lens=torch.zeros(2))),
         (

@@ -20,6 +20,8 @@ from serving_support import (
     world,
 )
 
+from sgl_piecewise.runtime.batch import static_buffers
+from sgl_piecewise.runtime.batch.fields import PaddingFields
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode, NewTokens
 from sgl_piecewise.runtime.batch.padding import (
@@ -151,6 +153,41 @@ def test_static_buffers_hold_nothing_of_an_older_batch(older: Mix, newer: Mix) -
     static = padded_by(batch, 1, 3, storage=buffers)
     static.check()
     assert_same(tensors_of(static), tensors_of(padded_by(batch, 1, 3)))
+
+
+def test_rooms_of_static_buffers_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal sizes find the same views; so many sizes that rooms are dropped still find the same addresses."""
+    monkeypatch.setattr(static_buffers, "_MAX_ROOMS", 2)
+    at = world()
+    buffers = StaticBatchBuffers(
+        max_batch_size=8, max_num_tokens=32, pools=at.kv_translator.pools, device=at.device
+    )
+    batch = at.forward(scheduled(example_mix(ForwardMode.DECODE), at))
+    first = padded_by(batch, 1, 0, storage=buffers)
+    assert padded_by(batch, 1, 0, storage=buffers).seq_lens is first.seq_lens
+    for more in (2, 3, 4):
+        padded_by(batch, more, 0, storage=buffers)
+    assert padded_by(batch, 1, 0, storage=buffers).seq_lens is first.seq_lens
+    assert len(buffers._rooms) <= 2
+
+
+def test_a_count_over_the_buffers_is_kept_whole() -> None:
+    """Ranks together may have more tokens than one rank's buffers."""
+    at = world()
+    buffers = StaticBatchBuffers(
+        max_batch_size=8, max_num_tokens=8, pools=at.kv_translator.pools, device=at.device
+    )
+    batch = at.forward(scheduled(example_mix(ForwardMode.DECODE), at))
+    many = dataclasses.replace(
+        batch,
+        padding=PaddingFields(
+            num_real_tokens=torch.tensor(70_000, dtype=torch.int32), num_real_tokens_cpu=70_000
+        ),
+    )
+    padded = padded_by(many, 1, 0, storage=buffers)
+    assert padded.padding.num_real_tokens.dtype == torch.int32
+    assert padded.padding.num_real_tokens.item() == 70_000
+    assert padded_by(batch, 1, 0, storage=buffers).padding.num_real_tokens.item() == batch.num_tokens
 
 
 def test_static_buffers_stay_where_they_are() -> None:

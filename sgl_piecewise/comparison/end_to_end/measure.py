@@ -39,7 +39,7 @@ def check_end_to_end(
         MissingExtraError: The attention backend's package is not installed.
     """
     resolve_attention_backend(options.attention, subject.model.device)
-    longest = options.longest_request(compare_options.num_timed_steps)
+    longest = options.longest_request(compare_options.num_timed_samples)
     if longest > subject.model.max_positions:
         raise ConfigError(
             f"The longest request of the end-to-end arms has {longest} tokens, and the model was made for "
@@ -66,7 +66,7 @@ def run_end_to_end(
     """
     check_end_to_end(subject, options, compare_options)
     device = subject.model.device
-    limits = _limits(subject.model, options, options.longest_request(compare_options.num_timed_steps))
+    limits = _limits(subject.model, options, options.longest_request(compare_options.num_timed_samples))
     prompts, batches = _cases(subject, options, compare_options.num_inputs)
     with contextlib.ExitStack() as cleanup:
 
@@ -122,7 +122,9 @@ def run_end_to_end(
         prompts = [case for case in prompts if case.size in options.prompt_lengths]
         timer.time_first_tokens(prompts, on_progress)
         batches = [case for case in batches if case.size in options.batch_sizes]
-        timer.time_decoding(batches, options.context_tokens, on_progress)
+        timer.time_decoding(
+            batches, options.context_tokens, on_progress, steps_per_sample=options.steps_per_sample
+        )
         report = EndToEndReport(
             why_none=None,
             prompt_lengths=options.prompt_lengths,

@@ -15,6 +15,7 @@ from .plans import DEFAULT_PLANS, checked_plans
 CPU_PROMPT_LENGTHS, CUDA_PROMPT_LENGTHS = (16, 32), (64, 256, 1024, 2048)
 CPU_BATCH_SIZES, CUDA_BATCH_SIZES = (1, 2), (1, 8, 32)
 CPU_CONTEXT_TOKENS, CUDA_CONTEXT_TOKENS = 16, 1024
+CUDA_STEPS_PER_SAMPLE = 8
 
 NUM_CHECKED_STEPS = 4
 """Decode steps whose logits are compared, with tokens given, before decoding is timed."""
@@ -30,6 +31,8 @@ class EndToEndOptions:
         batch_sizes: Requests that decode together, ascending; also the sizes of decode graphs.
         context_tokens: Tokens of every prompt before its decoding is timed.
         attention: Attention backend of prompts and decoding.
+        steps_per_sample: Decode steps that are timed as one, since the engine launches each before it has read the one
+            before; a step alone would show the host's work between them.
     """
 
     plans: tuple[str, ...] = DEFAULT_PLANS
@@ -37,22 +40,25 @@ class EndToEndOptions:
     batch_sizes: tuple[int, ...] = CPU_BATCH_SIZES
     context_tokens: int = CPU_CONTEXT_TOKENS
     attention: str = "auto"
+    steps_per_sample: int = 1
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no engine can do."""
         object.__setattr__(self, "plans", checked_plans(self.plans))
         for name in ("prompt_lengths", "batch_sizes"):
             object.__setattr__(self, name, validate_capture_sizes(getattr(self, name), name))
-        value = self.context_tokens
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"context_tokens must be an integer of at least 1, got {value!r}.")
+        for name in ("context_tokens", "steps_per_sample"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.")
 
-    def longest_request(self, num_steps: int) -> int:
+    def longest_request(self, num_samples: int) -> int:
         """Returns the tokens of the longest request: a prompt and its first token, or a context and its steps.
 
         Args:
-            num_steps: Timed decode steps, warm-ups included.
+            num_samples: Of decoding, warm-ups included.
         """
+        num_steps = num_samples * self.steps_per_sample
         return max(self.prompt_lengths[-1] + 1, self.context_tokens + max(num_steps, NUM_CHECKED_STEPS) + 2)
 
 
@@ -94,4 +100,5 @@ def end_to_end_options(
         batch_sizes=tuple(batch_sizes),
         context_tokens=context_tokens,
         attention=attention,
+        steps_per_sample=CUDA_STEPS_PER_SAMPLE if is_cuda else 1,
     )

@@ -1,7 +1,8 @@
 """Times of plans whose logits are right: first tokens of prompts, steps of decoding, all plans in turn.
 
-What is timed is the engine: scheduling, the batch, the forward, sampling, the token on the host and its text. A
-timed prompt must give the token that the checked logits gave, or the plan is wrong and has no times.
+What is timed is the engine: scheduling, the batch, the forward, sampling, the token on the host and its text. Decode
+steps are timed several at once where the engine overlaps them. A timed prompt must give the token that the checked
+logits gave, or the plan is wrong and has no times.
 """
 
 from __future__ import annotations
@@ -65,7 +66,12 @@ class PlanTimer:
         on_progress("end to end: first tokens", len(prompts), len(prompts))
 
     def time_decoding(
-        self, batches: Sequence[CheckedCase], context_tokens: int, on_progress: ProgressCallback
+        self,
+        batches: Sequence[CheckedCase],
+        context_tokens: int,
+        on_progress: ProgressCallback,
+        *,
+        steps_per_sample: int,
     ) -> None:
         """Times steps in which all requests of a batch decode.
 
@@ -73,11 +79,12 @@ class PlanTimer:
             batches: As they were checked; the first group of each is decoded.
             context_tokens: Tokens of its requests that are their prompts.
             on_progress: Told after every batch size.
+            steps_per_sample: Steps in a row whose time is divided by their number.
         """
         for done, case in enumerate(batches):
             on_progress("end to end: decoding", done, len(batches))
             prompts = [sequence[:context_tokens] for sequence in case.groups[0]]
-            num_steps = self._num_warm_ups + self._num_rounds
+            num_steps = (self._num_warm_ups + self._num_rounds) * steps_per_sample
             begun = [one for one in self._candidates if self._can_run(one, one.decode, case.size)]
             try:
                 for candidate in begun:
@@ -85,9 +92,10 @@ class PlanTimer:
                     candidate.run(candidate.decode, case.size, begin)
 
                 def call(candidate: PlanCandidate, _: int, case: CheckedCase = case) -> Callable[[], None]:
-                    return functools.partial(_decode_step, candidate, case.size)
+                    return functools.partial(_decode_steps, candidate, case.size, steps_per_sample)
 
-                self._time_case(case.size, {one.name: one.decode for one in self._candidates}, call)
+                phases = {one.name: one.decode for one in self._candidates}
+                self._time_case(case.size, phases, call, num_parts=steps_per_sample)
             finally:
                 for candidate in begun:
                     candidate.arm.end_decoding()
@@ -102,7 +110,9 @@ class PlanTimer:
         size: int,
         phases: dict[str, Phase],
         call: Callable[[PlanCandidate, int], Callable[[], None]],
+        num_parts: int = 1,
     ) -> None:
+        """Times one case; a call has so many parts, and the time of one is noted."""
         taking_part = [one for one in self._candidates if self._can_run(one, phases[one.name], size)]
         for candidate in taking_part:
             for index in range(self._num_warm_ups):
@@ -116,6 +126,7 @@ class PlanTimer:
             num_rounds=self._num_rounds,
             order=self._order,
         )
+        samples = {name: [one.divided(num_parts) for one in found] for name, found in samples.items()}
         eager = next((samples[one.name] for one in taking_part if one.plan.is_reference), None)
         for candidate in taking_part:
             phase = phases[candidate.name]
@@ -145,8 +156,11 @@ def _first_token(candidate: PlanCandidate, case: CheckedCase, index: int) -> Non
         )
 
 
-def _decode_step(candidate: PlanCandidate, batch_size: int) -> None:
-    """Runs a step; one that does not give every request a token is a problem of the batch size."""
-    num_tokens = candidate.arm.decode_step()
-    if num_tokens != batch_size:
-        candidate.decode.problems[batch_size] = f"a step gave {num_tokens} tokens to {batch_size} requests"
+def _decode_steps(candidate: PlanCandidate, batch_size: int, num_steps: int) -> None:
+    """Runs steps; one that does not give every request a token is a problem of the batch size."""
+    for _ in range(num_steps):
+        num_tokens = candidate.arm.decode_step()
+        if num_tokens != batch_size:
+            candidate.decode.problems[batch_size] = (
+                f"a step gave {num_tokens} tokens to {batch_size} requests"
+            )

@@ -1,0 +1,77 @@
+"""What the serving benchmark measures with; its times are a GPU's matter, its shape and its refusals are not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_piecewise.comparison.serving.calls import NUM_QUEUED, gaps, spread, time_in_turns, time_queued
+from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
+from sgl_piecewise.models.shapes import named_shape
+from sgl_piecewise.runtime.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def test_calls_take_turns_and_each_is_called_once_before() -> None:
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    found = time_in_turns(calls, CPU, 2)
+    assert order == ["a", "b"] * 3
+    assert set(found) == {"latency", "host"}
+    assert set(found["latency"]["a"]) == {"median_s", "least_s", "most_s"}
+    order.clear()
+    time_queued(calls, CPU, 1)
+    assert order == (["a"] * NUM_QUEUED + ["b"] * NUM_QUEUED) * 2
+
+
+def test_a_gap_is_the_part_without_the_device() -> None:
+    latency = {"a": spread([4.0, 2.0, 2.0]), "b": spread([1.0])}
+    assert gaps({"a": 1.5, "b": None}, latency) == {"a": 0.25, "b": None}
+
+
+class Batching:
+    """Stands in for a model of transformers'."""
+
+    device = CPU
+
+    def __init__(self, outputs: Any) -> None:
+        self.outputs = outputs
+
+    def generate_batch(self, inputs: Any, **options: Any) -> Any:
+        if isinstance(self.outputs, Exception):
+            raise self.outputs
+        return self.outputs
+
+
+def test_the_pace_is_the_median_between_two_tokens() -> None:
+    pytest.importorskip("transformers")
+    output = SimpleNamespace(timestamps=[0.0, 1.0, 1.5, 2.0], error=None)
+    found = measure_generate_batch(Batching({"a": output, "b": output}), [[1], [2]], num_new_tokens=4)
+    assert (found["step_s"], found["tokens_per_s"]) == (0.5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "told"),
+    [
+        (TypeError("no such argument"), "no such argument"),
+        ({}, "answered 0 of 1 requests"),
+        ({"a": SimpleNamespace(timestamps=None, error="out of memory")}, "out of memory"),
+    ],
+)
+def test_what_transformers_refuses_becomes_a_message(outputs: Any, told: str) -> None:
+    pytest.importorskip("transformers")
+    assert told in measure_generate_batch(Batching(outputs), [[1]], num_new_tokens=4)["error"]
+
+
+def test_a_reference_has_the_shape_and_others_are_named() -> None:
+    pytest.importorskip("transformers")
+    config = named_shape("tiny")
+    model = reference_of(config, device=CPU, dtype=torch.float32)
+    assert model.config.num_hidden_layers == config.num_layers
+    assert model.lm_head.weight.shape == (config.vocab_size, config.hidden_size)
+    with pytest.raises(ConfigError, match="qwen3_moe"):
+        reference_of(named_shape("tiny-moe"), device=CPU, dtype=torch.float32)
