@@ -169,8 +169,8 @@ def test_kernels_replay_inside_a_graph(kernels: KernelSet, graph_device: GraphDe
             eps=EPS,
         )
         kernels.write_kv(*pools["torch" if kernels.name == "torch" else "kernels"], slots, k, q)
-        # Of the sum, which every set rounds alike; norms differ in their last bits, which a product may add up.
-        product = kernels.linear(total, projection, weight[:24])
+        # Of what every set has alike: a product of normed rows would add up how each rounds them.
+        product = kernels.linear(x, projection, weight[:24])
         return kernels.rms_norm(q, weight[:16], EPS), total, kernels.gelu_tanh_mul(normed), product
 
     def inputs() -> tuple[torch.Tensor, ...]:
