@@ -266,7 +266,8 @@ class ReduceOverhead:
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        result: torch.Tensor = self._compiled(ids, positions)
+        with self._unmarked():  # What it was compiled with is a guard of every call.
+            result: torch.Tensor = self._compiled(ids, positions)
         return result
 
 

@@ -376,15 +376,20 @@ def main() -> int:
         },
         "floors": setting.floors,
         "builds": builds,
-        "decode": measure_decode(runners, setting),
-        "prefill": measure_prefill(runners, setting),
-        "engine": measure_engine(runners, setting),
     }
+    # Written after each part: what comes later may run out of time.
+    for part, measure in (
+        ("decode", measure_decode),
+        ("prefill", measure_prefill),
+        ("engine", measure_engine),
+    ):
+        report[part] = measure(runners, setting)
+        write_json(arguments.json, report)
     if arguments.transformers:
         runners.clear()
         settle(device)
         report["transformers"] = measure_transformers(setting, dtype)
-    write_json(arguments.json, report)
+        write_json(arguments.json, report)
     keys = ("floors", "builds", "decode", "prefill", "engine", "transformers")
     print(json.dumps({key: report[key] for key in keys if key in report}, indent=1))
     return 0
