@@ -63,6 +63,7 @@ def profile_capacity(
     budget: MemoryBudget,
     *,
     window_fraction: float = 0.8,
+    min_window_slots: int = 1,
     max_slots: int | None = None,
 ) -> KVCapacity:
     """Returns how many slots every sub-pool gets.
@@ -72,6 +73,8 @@ def profile_capacity(
         budget: The memory.
         window_fraction: Slots of a sliding-window sub-pool for each of the full-attention one;
             in (0, 1].
+        min_window_slots: Slots that it gets in any case, as far as the full-attention one has so many: the
+            longest request needs them at once where it comes as one prompt.
         max_slots: Upper bound for the full-attention sub-pool; None for what fits.
 
     Raises:
@@ -84,13 +87,16 @@ def profile_capacity(
         raise ConfigError(f"window_fraction must be over 0 and at most 1, got {window_fraction}.")
     if max_slots is not None and max_slots < 1:
         raise ConfigError(f"max_slots must be at least 1, got {max_slots}.")
-    shares = {spec.name: 1.0 if spec.window is None else window_fraction for spec in specs}
-    token_bytes = sum(spec.bytes_per_token * shares[spec.name] for spec in specs)
     scratch_bytes = sum(spec.bytes_per_token for spec in specs)
-    num_full = math.floor((budget.kv_bytes - scratch_bytes) / token_bytes)
-    if max_slots is not None:
-        num_full = min(num_full, max_slots)
-    num_slots = {name: math.floor(num_full * share) for name, share in shares.items()}
+    num_full, num_window = _full_and_window(
+        sum(spec.bytes_per_token for spec in specs if spec.window is None),
+        sum(spec.bytes_per_token for spec in specs if spec.window is not None),
+        budget.kv_bytes - scratch_bytes,
+        window_fraction,
+        min_window_slots,
+        max_slots,
+    )
+    num_slots = {spec.name: num_full if spec.window is None else num_window for spec in specs}
     if min(num_slots.values()) < 1:
         raise PoolError(
             f"No KV cache fits: {budget.free_bytes} bytes are free after the weights, "
@@ -99,6 +105,26 @@ def profile_capacity(
         )
     kv_bytes = sum(spec.bytes_per_token * (num_slots[spec.name] + 1) for spec in specs)
     return KVCapacity(num_slots=num_slots, kv_bytes=kv_bytes, budget=budget)
+
+
+def _full_and_window(
+    full_bytes: int, window_bytes: int, kv_bytes: int, fraction: float, at_least: int, max_slots: int | None
+) -> tuple[int, int]:
+    """Returns the slots of full-attention sub-pools and of those with a window, from the bytes of a token in each."""
+
+    def bounded(num_full: float) -> int:
+        return math.floor(num_full if max_slots is None else min(num_full, max_slots))
+
+    num_full = bounded(kv_bytes / (full_bytes + fraction * window_bytes))
+    num_window = math.floor(num_full * fraction)
+    if num_window >= min(num_full, at_least):
+        return num_full, num_window
+    num_full = bounded((kv_bytes - at_least * window_bytes) / full_bytes)
+    if num_full >= at_least:
+        return num_full, at_least
+    # Not even one request as long as may be: its tokens, and no more, in each.
+    num_full = bounded(kv_bytes / (full_bytes + window_bytes))
+    return num_full, num_full
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,6 +169,7 @@ class ModelRunner:
             specs,
             budget,
             window_fraction=options.window_fraction,
+            min_window_slots=options.max_context,
             max_slots=most if options.max_total_tokens is None else min(most, options.max_total_tokens),
         )
         self.pool = KVPool(

@@ -30,7 +30,8 @@ class RunnerOptions:
             requests can have.
         margin_bytes: Memory to leave free, beside the estimate for graphs.
         graph_bytes: Estimate of what graphs take; None to measure a forward of the largest size.
-        window_fraction: Slots of a sliding-window sub-pool for each of the full-attention one.
+        window_fraction: Slots of a sliding-window sub-pool for each of the full-attention one; at least those of
+            one request of ``max_context``.
         capture_hidden_mode: Hidden states that every batch hands out.
         is_draft_worker: Whether it runs a draft model.
         token_multiple: Tokens of every forward are padded to a multiple of this.

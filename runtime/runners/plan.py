@@ -25,6 +25,21 @@ STRATEGIES = (EAGER, "none", "full", "breakable")
 
 NO_COMPILE = "none"
 
+_CELL_COMPILERS = {"fx": "fx", "tc": "inductor"}
+_CELL_CAPTURES = {"": "none", "full": "full", "piecewise": "breakable"}
+
+
+def unknown_strategy(where: str, name: str) -> ConfigError:
+    """Returns the error of a name that is no capture strategy; a cell of the grid is told as what it is here."""
+    compiler, _, capture = name.partition("_")
+    if compiler in _CELL_COMPILERS and capture in _CELL_CAPTURES:
+        return ConfigError(
+            f"{where}: {name!r} is a cell of the grid, which is two settings here: strategy "
+            f'{_CELL_CAPTURES[capture]!r} with compile = "{_CELL_COMPILERS[compiler]}" in a plan (a TOML file).'
+        )
+    return ConfigError(f"{where}: no capture strategy {name!r}. {nearest(name, STRATEGIES)}")
+
+
 RUNNER_OF_MODE: dict[ForwardMode, str] = {
     ForwardMode.EXTEND: "extend",
     ForwardMode.MIXED: "extend",
@@ -72,9 +87,7 @@ class ModeStrategy:
         """
         where = f"modes.{mode.value}"
         if self.strategy not in STRATEGIES:
-            raise ConfigError(
-                f"{where}: no capture strategy {self.strategy!r}. {nearest(self.strategy, STRATEGIES)}"
-            )
+            raise unknown_strategy(where, self.strategy)
         if self.compile != NO_COMPILE and (self.strategy == EAGER or mode in FOLLOWED):
             raise ConfigError(
                 f"{where}: compile is {self.compile!r} and would not be used: it is for the strategies "

@@ -26,7 +26,7 @@ from typing import Any
 from ..batch.forward_mode import ForwardMode
 from ..errors import ConfigError, nearest
 from .padding_policy import PaddingPolicy
-from .plan import EAGER, FOLLOWED, NO_COMPILE, STRATEGIES, ExecutionPlan, ModeStrategy
+from .plan import EAGER, FOLLOWED, NO_COMPILE, STRATEGIES, ExecutionPlan, ModeStrategy, unknown_strategy
 
 _ATTENTION_KEYS = ("prefill", "decode")
 _FIELDS = {field.name: field for field in dataclasses.fields(ModeStrategy)}
@@ -88,9 +88,7 @@ def with_strategies(plan: ExecutionPlan, strategies: Mapping[ForwardMode, str]) 
     modes = dict(plan.modes)
     for mode, strategy in strategies.items():
         if strategy not in STRATEGIES:
-            raise ConfigError(
-                f"{mode.value}: no capture strategy {strategy!r}. {nearest(strategy, STRATEGIES)}"
-            )
+            raise unknown_strategy(mode.value, strategy)
         old = plan.of(mode)
         modes[mode] = dataclasses.replace(
             old,

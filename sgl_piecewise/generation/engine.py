@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sgl_piecewise.models.tokenizer import Tokenizer
@@ -88,6 +88,8 @@ class OfflineEngine:
         self._worker = TpModelWorker(runner, WorkerOptions(has_overlap=options.has_overlap))
         # Oldest first; two only inside a step, and after one that failed.
         self._in_flight: collections.deque[StepInFlight] = collections.deque()
+        # What a step gave and nobody was handed yet; left over only where a stream is closed between two of them.
+        self._events: collections.deque[TokenEvent] = collections.deque()
         self._num_requests = 0
         self._names: set[str] = set()
         self._is_at_work = False
@@ -121,8 +123,8 @@ class OfflineEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether a request waits or runs, or an event waits to be handed out."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._events)
 
     @property
     def num_prefilling(self) -> int:
@@ -134,8 +136,10 @@ class OfflineEngine:
         """Forgets every request and gives back what it held."""
         # What still computes writes to slots that are free now; who gets them writes after it, on the same stream.
         self._in_flight.clear()
-        self.scheduler.drop_all()
+        for one in self.scheduler.drop_all():
+            one.has_ended = True
         self._names.clear()
+        self._events.clear()
 
     def step(self) -> list[TokenEvent]:
         """Reads the tokens of one forward; launches it first where none is in flight, and the next one behind it.
@@ -144,20 +148,36 @@ class OfflineEngine:
             What came of it, request by request; nothing for prompts that are not through.
 
         Raises:
+            ConfigError: Called inside a generate or stream, whose tokens it would take.
             KeyboardInterrupt: Ctrl-C came during the step, which was finished first.
         """
+        if self._is_at_work:
+            raise ConfigError(
+                "The engine is at work for a stream or generate, which makes its own steps; one more would take its "
+                "tokens. Let that end first, or drive all requests with add and step."
+            )
+        self._step()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _step(self) -> None:
+        """Makes a step, unless there are events that nobody was handed."""
+        if self._events:
+            return
         # Whole or not at all: an interrupt between taking slots and noting whose they are would lose them.
         with HeldInterrupts(is_everywhere=True):
             if not self._in_flight:
                 self._launch()
             if self._has_overlap and len(self._in_flight) == 1:
                 self._launch(behind=self._in_flight[0])
-            return self._read(self._in_flight[0]) if self._in_flight else []
+            if self._in_flight:
+                self._read(self._in_flight[0])
 
     def stream(self, requests: Iterable[GenerationRequest]) -> Iterator[TokenEvent]:
-        """Generates for requests; yields events as they come.
+        """Generates for requests; yields events as they come, those of requests that `add` took too.
 
-        Ended early, by its consumer, an error or Ctrl-C, it gives back what the requests held.
+        Ended early, by its consumer, an error or Ctrl-C, it gives back what its own requests held.
 
         Raises:
             BatchError: As in `add`; no request was taken then.
@@ -165,7 +185,9 @@ class OfflineEngine:
         """
         with self._work(requests):
             while self.has_work:
-                yield from self.step()
+                self._step()
+                while self._events:
+                    yield self._events.popleft()
 
     def generate(
         self,
@@ -177,25 +199,33 @@ class OfflineEngine:
 
         Args:
             requests: What to do.
-            on_event: Called with every event.
+            on_event: Called with every event, those of requests that `add` took too. It may add requests, and
+                call `drop_all` to stop.
 
         Returns:
             Outputs in the order of the requests.
 
         Raises:
             BatchError: As in `add`; no request was taken then.
-            ConfigError: Likewise; or another stream or generate is at work.
+            ConfigError: Likewise; another stream or generate is at work; or requests that `add` took have not
+                ended, and nobody would get their tokens.
         """
+        if self.has_work and on_event is None and not self._is_at_work:
+            raise ConfigError(
+                "Requests that add took have not ended, and generate without on_event would run them and throw their "
+                "tokens away. Step until has_work is false, pass on_event, or give all requests to one call."
+            )
         ends: dict[str, TokenEvent] = {}
         with self._work(requests) as names:
             members = {one.req.request_id: one for one in self.scheduler.waiting}
             while self.has_work:
-                for event in self.step():
-                    if event.finish_reason is not None:
-                        ends[event.request_id] = event
+                self._step()
+                ends |= {event.request_id: event for event in self._events if event.finish_reason is not None}
+                while self._events:
+                    event = self._events.popleft()
                     if on_event is not None:
                         on_event(event)
-        return [output_of(members[name], ends[name]) for name in names]
+        return [output_of(members[name], ends.get(name)) for name in names]
 
     def _launch(self, behind: StepInFlight | None = None) -> None:
         """Launches the next forward, if one can be decided.
@@ -217,23 +247,21 @@ class OfflineEngine:
                 # The forward just launched may still read them; a later one that gets them writes after it.
                 release_out_of_window(one.req, runner.pool, runner.allocator, runner.req_to_token)
 
-    def _read(self, step: StepInFlight) -> list[TokenEvent]:
-        """Reads the oldest step in flight, row by row: one that fails is not read again."""
+    def _read(self, step: StepInFlight) -> None:
+        """Reads the oldest step in flight, row by row: one that fails is not read again, and loses no other's event."""
         with self.clock.phase("wait"):
             found = step.copy.wait()
         with self.clock.phase("hand out"):
             token_ids = found.next_token_ids.tolist()
             logprobs = None if found.logprobs is None else StepLogprobs(found.logprobs)
-            events = []
             while step.unread:
                 row = step.unread.popleft()
                 event = self._read_row(row, token_ids[row.index], logprobs)
                 if event is not None:
-                    events.append(event)
+                    self._events.append(event)
             self._in_flight.popleft()
             while self._in_flight and not self._in_flight[0].is_wanted:
                 self.num_dropped_rows += len(self._in_flight.popleft().unread)
-            return events
 
     def _read_row(self, row: UnreadRow, token_id: int, logprobs: StepLogprobs | None) -> TokenEvent | None:
         """Gives a request what a step computed for it; nothing to one that has ended."""
@@ -253,7 +281,7 @@ class OfflineEngine:
 
     @contextlib.contextmanager
     def _work(self, requests: Iterable[GenerationRequest]) -> Iterator[list[str]]:
-        """Holds the engine for one caller and takes its requests; in the end no request holds anything.
+        """Holds the engine for one caller and takes its requests; in the end none of them holds anything.
 
         Yields:
             The requests' names.
@@ -268,12 +296,27 @@ class OfflineEngine:
                 "requests to one call, or use add and step, which hand out the tokens of all requests."
             )
         names = self._add_all(requests)
+        num_names = len(names)
+        own = list(self.scheduler.waiting)[len(self.scheduler.waiting) - num_names :]
         self._is_at_work = True
         try:
             yield names
         finally:
-            self.drop_all()
+            self._drop(own)
             self._is_at_work = False
+
+    def _drop(self, members: Sequence[RunningRequest]) -> None:
+        """Forgets requests that have not ended and gives back what they held; others go on."""
+        for one in members:
+            if one.has_ended:
+                continue
+            one.has_ended = True
+            self.scheduler.drop(one)
+            self._names.discard(one.req.request_id)
+        names = {one.req.request_id for one in members}
+        self._events = collections.deque(event for event in self._events if event.request_id not in names)
+        # As in `drop_all`: nobody reads what still computes for them.
+        self._in_flight = collections.deque(step for step in self._in_flight if step.is_wanted)
 
     def _next_name(self) -> str:
         """Returns a name that no request has."""
@@ -348,10 +391,10 @@ class OfflineEngine:
 
     def _check_length(self, name: str, request: GenerationRequest) -> None:
         asked = len(request.prompt_ids) + request.max_new_tokens
-        slots = min(sub_pool.num_slots for sub_pool in self.runner.pool.sub_pools.values())
+        smallest = min(self.runner.pool.sub_pools.values(), key=lambda sub_pool: sub_pool.num_slots)
         for limit, what in (
             (self.runner.options.max_context, "max_context, the tokens of one request"),
-            (slots, "the KV pool"),
+            (smallest.num_slots, f"the KV pool, sub-pool {smallest.spec.name!r}"),
         ):
             if asked > limit:
                 raise ConfigError(
@@ -361,16 +404,17 @@ class OfflineEngine:
                 )
 
 
-def output_of(one: RunningRequest, end: TokenEvent) -> GenerationOutput:
-    """Returns the output of a request that ended with an event."""
-    assert end.finish_reason is not None
+def output_of(one: RunningRequest, end: TokenEvent | None) -> GenerationOutput:
+    """Returns the output of a request that ended with an event, or was dropped before one."""
+    reason = FinishReason.INTERRUPTED if end is None else end.finish_reason
+    assert reason is not None
     return GenerationOutput(
         request_id=one.req.request_id,
-        prompt_ids=tuple(one.request.prompt_ids),
+        prompt_ids=tuple(one.req.token_ids[: one.req.num_prompt_tokens]),
         token_ids=tuple(one.req.token_ids[one.req.num_prompt_tokens :]),
         text=one.text.text,
-        finish_reason=end.finish_reason,
-        error=end.error,
+        finish_reason=reason,
+        error=None if end is None else end.error,
         logprobs=None if one.request.logprobs is None else tuple(one.logprobs),
         prompt_logprobs=None if one.request.logprobs is None else tuple(one.prompt_logprobs),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,15 @@ class GenerationRequest:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}.")
         if isinstance(self.stop_texts, str):
             raise ConfigError(f"stop_texts must be a tuple of texts, got the text {self.stop_texts!r}.")
+        try:
+            for token_id in self.stop_token_ids:
+                operator.index(token_id)
+        except TypeError as err:
+            raise ConfigError(
+                f"stop_token_ids must be a set of token ids, got {self.stop_token_ids!r}."
+            ) from err
+        if self.logprobs is not None and not isinstance(self.logprobs, LogprobRequest):
+            raise ConfigError(f"logprobs must be a LogprobRequest or None, got {self.logprobs!r}.")
         if "" in self.stop_texts:
             raise ConfigError("stop_texts holds an empty text, which would end everything at once.")
 

@@ -121,6 +121,12 @@ class Scheduler:
         if one in self.running:
             self.running.remove(one)
 
+    def drop(self, one: RunningRequest) -> None:
+        """Forgets a request, running or waiting, and gives back what it holds."""
+        self.end(one)
+        if one in self.waiting:
+            self.waiting.remove(one)
+
     def drop_all(self) -> list[RunningRequest]:
         """Gives back everything; returns the requests that had not ended."""
         dropped = [*self.running, *self.waiting]

@@ -145,8 +145,8 @@ def plan_of(
     plan = with_strategies(plan, {mode: name for mode, name in strategies.items() if name is not None})
     return dataclasses.replace(
         plan,
-        prefill_attention=prefill_attention or plan.prefill_attention,
-        decode_attention=decode_attention or plan.decode_attention,
+        prefill_attention=plan.prefill_attention if prefill_attention is None else prefill_attention,
+        decode_attention=plan.decode_attention if decode_attention is None else decode_attention,
     )
 
 
@@ -186,7 +186,7 @@ def requests_of(
         GenerationRequest(
             prompt_ids=one,
             max_new_tokens=max_new_tokens,
-            sampling=dataclasses.replace(sampling, seed=sampling.seed + index),
+            sampling=dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**63),
             stop_token_ids=frozenset() if tokenizer is None else frozenset(tokenizer.eos_token_ids),
             stop_texts=stop_texts,
             logprobs=None if logprobs is None else logprobs.request_for(len(one), f"prompt {index + 1}"),

@@ -154,7 +154,10 @@ def test_a_refused_request_takes_none_with_it_that_was_there_before() -> None:
     one = engine()
     one.add(GenerationRequest(prompt_ids=[1, 2], max_new_tokens=2, request_id="before"))
     with pytest.raises(BatchError, match="empty"):
-        one.generate([GenerationRequest(prompt_ids=[1], max_new_tokens=2), GenerationRequest(prompt_ids=[])])
+        one.generate(
+            [GenerationRequest(prompt_ids=[1], max_new_tokens=2), GenerationRequest(prompt_ids=[])],
+            on_event=lambda _: None,
+        )
     events = []
     while one.has_work:
         events += one.step()
@@ -177,6 +180,65 @@ def test_a_second_stream_cannot_take_the_tokens_of_the_first() -> None:
     assert len(one.generate([good])[0].token_ids) == 2
 
 
+def test_a_step_inside_generate_is_refused_and_not_a_lost_end() -> None:
+    one = engine()
+    with pytest.raises(ConfigError, match="makes its own steps"):
+        one.generate(requests(), on_event=lambda _: one.step() and None)
+    assert_nothing_is_held(one)
+    assert len(one.generate(requests())) == len(LENGTHS)
+
+
+def test_dropping_all_from_an_event_ends_generate_with_what_there_was(
+    expected: list[tuple[int, ...]],
+) -> None:
+    one = engine()
+    seen: list[TokenEvent] = []
+
+    def stop(event: TokenEvent) -> None:
+        seen.append(event)
+        if len(seen) == 3:
+            one.drop_all()
+
+    outputs = one.generate(requests(), on_event=stop)
+    assert {output.finish_reason for output in outputs} == {FinishReason.INTERRUPTED}
+    for output, whole in zip(outputs, expected, strict=True):
+        assert output.token_ids == whole[: len(output.token_ids)]
+    assert sum(len(output.token_ids) for output in outputs) >= 3
+    assert_nothing_is_held(one)
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 2])
+def test_requests_that_add_took_outlive_a_stream_that_ends_early(
+    num_more: int, expected: list[tuple[int, ...]]
+) -> None:
+    """Also where it ends between two events of one step, and a forward with rows of both is in flight."""
+    one = engine()
+    asked = requests()
+    name = one.add(asked[0])
+    with pytest.raises(ConfigError, match="add took"):
+        one.generate(asked[1:])
+    events: list[TokenEvent] = []
+    stream = one.stream(asked[1:])
+    while not {event.request_id for event in events} - {name}:
+        events.append(next(stream))
+    events += [next(stream) for _ in range(num_more)]
+    stream.close()
+    assert [event.request_id for event in events].count(name) < 6, "it is still at work"
+    while one.has_work:
+        events += one.step()
+    found = [event.token_id for event in events if event.request_id == name]
+    assert tuple(found) == expected[0]
+    assert_nothing_is_held(one)
+
+
+def test_a_prompt_may_be_a_tensor_and_its_output_holds_numbers() -> None:
+    one = engine()
+    prompt = torch.tensor([1, 2, 3])
+    output = one.generate([GenerationRequest(prompt_ids=prompt, max_new_tokens=2)])[0]  # type: ignore[arg-type]
+    assert output.prompt_ids == (1, 2, 3)
+    assert all(type(token_id) is int for token_id in output.prompt_ids)
+
+
 def test_numbered_names_step_over_names_that_are_taken() -> None:
     one = engine()
     named = GenerationRequest(prompt_ids=[1], max_new_tokens=1, request_id="request 0")
@@ -189,6 +251,9 @@ def test_numbered_names_step_over_names_that_are_taken() -> None:
     [
         ({"stop_texts": "abc"}, "tuple of texts"),
         ({"max_new_tokens": 1.0}, "max_new_tokens"),
+        ({"stop_token_ids": 5}, "set of token ids"),
+        ({"stop_token_ids": {"</s>"}}, "set of token ids"),
+        ({"logprobs": True}, "LogprobRequest"),
         ({"sampling": {"top_k": 1.5}}, "top_k"),
         ({"sampling": {"top_k": 2**31}}, "top_k"),
         ({"sampling": {"temperature": float("nan")}}, "temperature"),
@@ -307,9 +372,13 @@ def test_what_looked_like_the_beginning_of_a_stop_text_comes_at_the_end() -> Non
 
 @pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-moe"])
 def test_hybrid_and_expert_models_give_the_same_tokens_and_their_window_slots_come_back(shape: str) -> None:
-    """With a window smaller than the prompts, slots of the window pool are used several times over."""
+    """With a window smaller than the prompts, slots of the window pool are used several times over.
+
+    The longest request that ``max_context`` allows fits the window pool of the smallest pool that holds it.
+    """
     model = random_decoder(named_shape(shape), device="cpu", dtype=torch.float32, seed=1)
-    options = dataclasses.replace(OPTIONS, window_fraction=1.0)
+    longest = max(LENGTHS) + 6
+    options = dataclasses.replace(OPTIONS, max_context=longest, max_total_tokens=longest)
     found = []
     for asked in (plan("eager", "eager", has_verify=False), plan("none", "none", has_verify=False)):
         one = OfflineEngine(

@@ -79,6 +79,11 @@ def test_a_plan_file_is_followed_and_the_command_line_is_on_top(tmp_path: Path) 
         (("--prompt-ids", ",".join(["1"] * 48)), "over max_context"),
         (("--prompt-ids", "1", "--decode", "ful"), "did you mean 'full'"),
         (("--prompt-ids", "1", "--decode-attention", "tritn"), "did you mean 'triton'"),
+        (("--prompt-ids", "1", "--prefill-attention", ""), "attention backend ''"),
+        (
+            ("--prompt-ids", "1", "--decode", "tc_piecewise"),
+            "'breakable' with compile = \"inductor\" in a plan",
+        ),
         (("--prompt-ids", "1", "--temperature", "-1"), "temperature"),
         (("--prompt-ids", "1", "--max-requests", "0"), "max_requests"),
         (("--prompt-ids", "1", "--max-context", "99999"), "4096 positions"),
@@ -123,7 +128,7 @@ def test_nan_logits_make_the_exit_code_1_and_name_the_prompt(monkeypatch: pytest
 
 
 def test_ctrl_c_shows_what_came_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = OfflineEngine.step
+    step = OfflineEngine._step
     steps = 0
 
     def interrupted(self: OfflineEngine) -> Any:
@@ -133,7 +138,7 @@ def test_ctrl_c_shows_what_came_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
         return step(self)
 
-    monkeypatch.setattr(OfflineEngine, "step", interrupted)
+    monkeypatch.setattr(OfflineEngine, "_step", interrupted)
     with ctrl_c_raises():
         result = invoke(*QUICK, *GRAPHS_OFF, "--prompt-ids", "1,2", "--prompt-ids", "3")
     assert result.exit_code == EXIT_INTERRUPTED

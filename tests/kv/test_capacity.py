@@ -48,18 +48,26 @@ def test_a_hybrid_has_two_capacities_in_the_given_ratio() -> None:
     assert full > 2.5 * everything
 
 
-@given(st.integers(0, 1 << 34), st.integers(0, 1 << 32), st.integers(0, 1 << 32), st.floats(0.01, 1.0))
+@given(
+    st.integers(0, 1 << 34),
+    st.integers(0, 1 << 32),
+    st.integers(0, 1 << 32),
+    st.floats(0.01, 1.0),
+    st.integers(1, 1 << 16),
+)
 def test_never_more_than_there_is_and_not_a_token_less(
-    free: int, graph: int, margin: int, ratio: float
+    free: int, graph: int, margin: int, ratio: float, longest: int
 ) -> None:
     budget = MemoryBudget(free_bytes=free, graph_bytes=graph, margin_bytes=margin)
     token_bytes = sum(one.bytes_per_token for one in HYBRID)
     try:
-        capacity = profile_capacity(HYBRID, budget, window_fraction=ratio)
+        capacity = profile_capacity(HYBRID, budget, window_fraction=ratio, min_window_slots=longest)
     except PoolError:
         # One slot of the window may ask for many of the full sub-pool.
         assert budget.kv_bytes < token_bytes * (1 / ratio + 2)
         return
+    full, window = capacity.num_slots[FULL_POOL], capacity.num_slots[WINDOW_POOL]
+    assert min(full, longest) <= window <= full
     assert capacity.kv_bytes <= budget.kv_bytes < capacity.kv_bytes + 2 * token_bytes
 
 
