@@ -74,7 +74,10 @@ def sgl_piecewise(
             "any other call of it uncompiled, and say so only here. TORCH_LOGS=recompiles names what differs; equal "
             "layers that differ in numbers are shared by sgl_piecewise.compile_layers_once(model)."
         )
-    return compile_graph(gm, example_inputs, options_from(options), captures_calls=True)
+    given = options_from(options)
+    if given.capture != "none":
+        torch_private_entries.bake_numbers_of_modules(gm.graph)
+    return compile_graph(gm, example_inputs, given, captures_calls=True)
 
 
 def compile_graph(

@@ -18,7 +18,7 @@ from sgl_piecewise.runtime.capture.flat_inputs import InputFacts
 from sgl_piecewise.runtime.capture.on_call import OnCallCapture
 from sgl_piecewise.runtime.mark_handles import has_handle
 
-from .padding import padding_of
+from .padding import padding_of, reach_of_padding
 from .written_inputs import writes_of
 
 # Why a whole forward has no graph: keys of ``CallStats.without_graph``.
@@ -36,6 +36,9 @@ class DropIn:
         split: The split forward.
         policy: What to capture.
 
+    Raises:
+        ConfigError: ``dynamic_dims`` says what a named input cannot have.
+
     Attributes:
         mode: How to capture, or None where nothing is.
     """
@@ -46,6 +49,7 @@ class DropIn:
         self.mode = policy.mode_on(devices)
         if self.mode is not None:
             self._facts = input_facts(split, devices)
+            self._reached = reach_of_padding(split, self._facts, policy)
             self._held = [*split.parameters(), *split.buffers()]
 
     def wrap(self, forward: Callable[..., Any], split: GraphModule) -> Callable[..., Any]:
@@ -65,7 +69,7 @@ class DropIn:
             self._facts,
             mode=self.mode,
             policy=self._policy,
-            padding=padding_of(split, self._facts, self._policy),
+            padding=padding_of(split, self._facts, self._policy, self._reached),
             name=f"compile {torch_private_tracing.compile_name()}",
             held=self._held,
             is_borrowed=has_handle,

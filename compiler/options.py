@@ -40,6 +40,7 @@ class CompileOptions:
         capture_sizes: Which values of the varying size get a graph.
         dynamic_dims: Argument to the dimension that follows the size; calls between sizes are then padded.
         pad_values: What padded rows of such arguments hold.
+        padded_rows: Whether that they reach nothing else is checked or trusted.
         max_graphs: The most recordings of one compiled forward.
         outputs: Whether calls return copies or views of graph memory.
     """
@@ -56,6 +57,7 @@ class CompileOptions:
     capture_sizes: Sequence[int] | None = CallPolicy.capture_sizes
     dynamic_dims: Mapping[str, int] | None = CallPolicy.dynamic_dims
     pad_values: Mapping[str, int | float | bool] | None = CallPolicy.pad_values
+    padded_rows: str = CallPolicy.padded_rows
     max_graphs: int = CallPolicy.max_graphs
     outputs: str = CallPolicy.outputs
 

@@ -21,6 +21,7 @@ from sgl_piecewise.runtime.capture.call_padding import (
     NO_NAMED_INPUT,
     NOT_SYMBOLIC,
     NUMBER,
+    ROWS_NOT_APART,
     UNNAMED_INPUT,
     VIEW_OUTPUT,
     CallPadding,
@@ -33,6 +34,8 @@ from sgl_piecewise.runtime.capture.input_leaf import check_pad_value
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.torch_private import storage_key
 
+from .padded_rows import what_padded_rows_may_reach
+
 _logger = logging.getLogger(__name__)
 
 
@@ -40,13 +43,41 @@ class _UnsoundError(Exception):
     """Why a forward cannot be padded; the message is the reason."""
 
 
-def padding_of(split: GraphModule, facts: InputFacts, policy: CallPolicy) -> CallPadding | str | None:
+def reach_of_padding(split: GraphModule, facts: InputFacts, policy: CallPolicy) -> str | None:
+    """Returns what padded rows may reach, as `what_padded_rows_may_reach`; None where that is not asked.
+
+    Args:
+        split: Pieces and marked calls, before the pieces are compiled.
+        facts: Of its inputs.
+        policy: With the named dimensions.
+
+    Raises:
+        ConfigError: A dimension that a named input cannot have.
+    """
+    if policy.dynamic_dims is None or policy.padded_rows != "checked":
+        return None
+    inputs = [node for node in split.graph.nodes if node.op == "placeholder"]
+    for index, name in _named_inputs(inputs, facts, policy.dynamic_dims)[0].items():
+        example = _example(inputs[index])
+        try:
+            size = example.shape[_named_dim(name, policy.dynamic_dims[name], example)]
+        except _UnsoundError:
+            return None  # Told as what it is once the pieces are compiled.
+        symbol = torch_private_sizes.symbol_of(size)
+        return None if symbol is None else what_padded_rows_may_reach(split, symbol)
+    return None
+
+
+def padding_of(
+    split: GraphModule, facts: InputFacts, policy: CallPolicy, reached: str | None = None
+) -> CallPadding | str | None:
     """Returns how calls are padded, or why they are not; None where nobody asked for it.
 
     Args:
         split: Pieces and marked calls, all compiled by now or none.
         facts: Of its inputs.
         policy: With the named dimensions.
+        reached: From `reach_of_padding`.
 
     Raises:
         ConfigError: A dimension or a pad value that a named input cannot have.
@@ -54,16 +85,31 @@ def padding_of(split: GraphModule, facts: InputFacts, policy: CallPolicy) -> Cal
     if policy.dynamic_dims is None:
         return None
     try:
-        return _padding_of(split, facts, policy, policy.dynamic_dims)
+        padding = _padding_of(split, facts, policy, policy.dynamic_dims)
     except _UnsoundError as unsound:
         return str(unsound)
+    if reached is not None:
+        _logger.warning(
+            "Calls are not padded, because padded rows may reach what eager does not have: %s. If they do no harm in "
+            "this model (they are masked, or a marked function knows them), say so with padded_rows='trusted'.",
+            reached,
+        )
+        return ROWS_NOT_APART
+    return padding
 
 
 def _padding_of(
     split: GraphModule, facts: InputFacts, policy: CallPolicy, named: Mapping[str, int]
 ) -> CallPadding:
     inputs = [node for node in split.graph.nodes if node.op == "placeholder"]
-    names = _named_inputs(inputs, facts, named)
+    names, paths = _named_inputs(inputs, facts, named)
+    if not names:
+        _logger.warning(
+            "dynamic_dims names %s; tensors that a compiled forward takes are %s: its calls are not padded.",
+            ", ".join(map(repr, named)),
+            ", ".join(map(repr, paths)) or "no arguments",
+        )
+        raise _UnsoundError(NO_NAMED_INPUT)
     dims = {index: _named_dim(name, named[name], _example(inputs[index])) for index, name in names.items()}
     sizes = {index: _example(inputs[index]).shape[dim] for index, dim in dims.items()}
     symbols = {torch_private_sizes.symbol_of(size) for size in sizes.values()}
@@ -109,8 +155,10 @@ def _example(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _named_inputs(inputs: Sequence[Node], facts: InputFacts, named: Collection[str]) -> dict[int, str]:
-    """Returns the name that stands for each input that is named, by place.
+def _named_inputs(
+    inputs: Sequence[Node], facts: InputFacts, named: Collection[str]
+) -> tuple[dict[int, str], list[str]]:
+    """Returns the name that stands for each input that is named, by place, and the paths of all inputs.
 
     That is its path from an argument of the traced function, or just its key where it came in a ``**kwargs``.
     """
@@ -126,14 +174,7 @@ def _named_inputs(inputs: Sequence[Node], facts: InputFacts, named: Collection[s
             if name in named:
                 names[index] = name
                 break
-    if not names:
-        _logger.warning(
-            "dynamic_dims names %s; tensors that a compiled forward takes are %s: its calls are not padded.",
-            ", ".join(map(repr, named)),
-            ", ".join(map(repr, paths)) or "no arguments",
-        )
-        raise _UnsoundError(NO_NAMED_INPUT)
-    return names
+    return names, paths
 
 
 def _named_dim(name: str, dim: int, value: torch.Tensor) -> int:

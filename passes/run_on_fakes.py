@@ -6,7 +6,7 @@ of several. Values are dropped after their last use, as the graph's own code doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
@@ -24,6 +24,7 @@ def run_on_fakes(
     observe: Observer,
     *,
     after_node: Callable[[Node], None] | None = None,
+    shown_whole: Collection[str] = (),
 ) -> Any:
     """Runs a graph on fake inputs.
 
@@ -32,21 +33,23 @@ def run_on_fakes(
         inputs: Fake tensors and numbers of one trace, or real ones outside of any trace.
         observe: Sees every operator.
         after_node: Called when a node has run and values that nobody needs any more are gone.
+        shown_whole: Names of composite operators that are shown as they are, as in ``aten::linear``.
 
     Returns:
         The graph's outputs.
     """
-    with torch_private_compiling.on_fake_tensors_of(inputs) as fakes, _Watch(observe) as watch:
+    with torch_private_compiling.on_fake_tensors_of(inputs) as fakes, _Watch(observe, shown_whole) as watch:
         return _NodeByNode(gm, watch, after_node).run(*fakes)
 
 
 class _Watch(TorchDispatchMode):
     """Shows every operator to an observer, those inside composite ones instead of these."""
 
-    def __init__(self, observe: Observer) -> None:
+    def __init__(self, observe: Observer, shown_whole: Collection[str]) -> None:
         super().__init__()
         self.node: Node | None = None
         self._observe = observe
+        self._shown_whole = shown_whole
 
     def __torch_dispatch__(
         self,
@@ -58,7 +61,11 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch_private.is_overload(func) and func.namespace == "prim":
             return func(*args, **kwargs)  # A fake tensor asked for its device or layout.
-        if not torch_private.is_higher_order(func) and torch_private.is_composite(func):
+        if (
+            not torch_private.is_higher_order(func)
+            and torch_private.is_composite(func)
+            and func._schema.name not in self._shown_whole
+        ):
             with torch_private.reentered(self):
                 return torch_private.call_composite(func, args, kwargs)
         result = func(*args, **kwargs)

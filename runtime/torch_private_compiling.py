@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config, exc
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.decorators import mark_dynamic
@@ -101,6 +102,8 @@ def on_fake_tensors_of(values: Sequence[Any]) -> Iterator[list[Any]]:
                 stack.enter_context(data_dependence_allowed(env))
             stack.enter_context(torch.no_grad())
             stack.enter_context(preserve_rng_state())
+            # As Dynamo does: some kernels take symbolic sizes in Python alone.
+            stack.enter_context(enable_python_dispatcher())
             stack.enter_context(mode)
             yield list(values)
     finally:

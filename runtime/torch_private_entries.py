@@ -15,6 +15,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import decorators, exc
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -102,6 +103,34 @@ def one_compile_for_all_sizes() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def bake_numbers_of_modules(graph: torch.fx.Graph) -> None:
+    """Makes Dynamo trace again with numbers that modules hold, such as the eps of a norm, as constants under guards.
+
+    With ``dynamic=True`` each is a host tensor whose value the graph reads, and no CUDA graph can hold that read.
+    Numbers that the caller passes stay as they are: they may differ at every call.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: There are such numbers: Dynamo's own way to begin again, which it catches.
+    """
+    found = False
+    for node in graph.nodes:
+        argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+        if argument is None or not argument.pass_arg_as_tensor:
+            continue
+        kind = argument.source.guard_source
+        kind = kind() if callable(kind) else kind
+        number = node.meta["example_value"].item_memo
+        is_read = bool(node.users) and all(user.target == "item" for user in node.users)
+        if number is None or not is_read or not kind.is_unspecialized_nn_module():
+            continue
+        symbol = number.node._expr
+        if symbol.is_symbol and not TensorifyState.should_specialize(symbol.name):
+            TensorifyState.specialize(symbol.name)
+            found = True
+    if found:
+        raise exc.TensorifyScalarRestartAnalysis
 
 
 def is_last_compile() -> bool:

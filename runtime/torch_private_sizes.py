@@ -192,6 +192,13 @@ def symbol_of(size: Any) -> Any:
     return expression if expression.is_symbol else None
 
 
+def symbols_of(number: Any) -> set[Any]:
+    """Returns the symbols that a number of a trace depends on, whatever its type."""
+    if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return set()
+    return set(number.node.expr.free_symbols)
+
+
 def size_expression(size: int | torch.SymInt) -> Any:
     """Returns a size of a trace as an expression, which keeps nothing of the trace alive."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr

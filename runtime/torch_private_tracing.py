@@ -361,7 +361,8 @@ def free_symbols(value: Any) -> set[Any]:
         return set().union(
             *(free_symbols(one) for one in (*value.shape, *value.stride(), value.storage_offset()))
         )
-    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
+    is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return set(value.node.expr.free_symbols) if is_symbolic else set()
 
 
 def compile_name() -> str:

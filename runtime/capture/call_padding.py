@@ -20,6 +20,7 @@ UNNAMED_INPUT = "another_input_follows_the_size"
 EXPANDED = "padded_input_is_expanded"  # All rows are one.
 NUMBER = "number_follows_the_size"
 VIEW_OUTPUT = "output_is_a_view_of_a_padded_input"
+ROWS_NOT_APART = "padded_rows_may_reach_others"
 # Why one call does.
 GUARDED = "compiled_code_is_not_for_the_padded_size"
 

@@ -15,6 +15,7 @@ from .sizes import validate_capture_sizes
 from .static_outputs import OUTPUT_MODES
 
 CaptureChoice = Literal["auto", "none", "full", "breakable"]
+PADDED_ROWS = ("checked", "trusted")
 CAPTURE_CHOICES: tuple[CaptureChoice, ...] = ("auto", "none", "full", "breakable")
 
 
@@ -31,6 +32,8 @@ class CallPolicy:
             ``{"input_ids": 1}``. A call between capture sizes runs at the next larger one, its inputs padded and its
             outputs cut back, where that is sound; needs ``capture_sizes``. None pads nothing.
         pad_values: Such an argument to what padded rows hold; 0 where not named.
+        padded_rows: ``checked`` pads only where the trace shows that padded rows reach no other row, no output
+            without rows and no state; ``trusted`` takes the caller's word for that, as masks and marked functions need.
         max_graphs: The most recordings that one compiled forward holds.
         outputs: ``copy`` returns fresh tensors; ``view`` returns graph-owned ones, which the next replay of
             the same shape overwrites.
@@ -44,6 +47,7 @@ class CallPolicy:
     capture_sizes: Sequence[int] | None = None
     dynamic_dims: Mapping[str, int] | None = None
     pad_values: Mapping[str, int | float | bool] | None = None
+    padded_rows: str = "checked"
     max_graphs: int = 32
     outputs: str = "copy"
 
@@ -75,6 +79,12 @@ class CallPolicy:
                 raise ConfigError(
                     f"dynamic_dims[{path!r}] is {dim!r}; it maps an argument's name to an integer."
                 )
+        if self.padded_rows not in PADDED_ROWS:
+            raise ConfigError(
+                f"padded_rows is {self.padded_rows!r}. {nearest(str(self.padded_rows), PADDED_ROWS)}"
+            )
+        if self.padded_rows != "checked" and self.dynamic_dims is None:
+            raise ConfigError("padded_rows needs dynamic_dims: without them nothing is padded.")
         if self.dynamic_dims is not None and self.capture_sizes is None:
             raise ConfigError("dynamic_dims needs capture_sizes: without them nothing is padded.")
         if self.dynamic_dims is not None and not self.dynamic_dims:

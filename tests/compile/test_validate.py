@@ -253,3 +253,18 @@ def test_numbers_that_inductor_bakes_into_its_kernels_are_no_findings() -> None:
         else:
             with pytest.raises(CaptureForbiddenError, match="made from host data"):
                 capture(forward, (X,))
+
+
+def test_an_operator_that_takes_symbolic_sizes_in_python_alone_is_looked_at_all_the_same() -> None:
+    """A cut by ``F.pad`` with symbolic sizes ended the whole compile."""
+    fn = torch.compile(
+        lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)) + 1,
+        backend="sgl_piecewise",
+        dynamic=True,
+        fullgraph=True,
+        options={"piece_compiler": "fx"},
+    )
+    with torch.inference_mode():
+        for size in (5, 4):
+            x = torch.randn(size, 6)
+            torch.testing.assert_close(fn(x), torch.nn.functional.pad(x, (0, 0, 1, -1)) + 1)

@@ -58,7 +58,9 @@ def test_sizes_between_run_on_the_next_larger_graph(
 ) -> None:
     """Bit for bit what the padded shape gives in eager, and within rounding what the call's own gives."""
     model = Model().eval().to(device)
-    compiled = padding(model, piece_compiler=piece_compiler, capture=capture, outputs=outputs)
+    compiled = padding(
+        model, piece_compiler=piece_compiler, capture=capture, outputs=outputs, padded_rows="trusted"
+    )
     tolerance = 0.0 if piece_compiler == "fx" else 1e-5
     for number, size in enumerate([5, 7, 3, 6, 16, 2, 13, 4, 8, 5, 9, 3]):
         x = rows(size, number).to(device)
@@ -96,7 +98,7 @@ def test_larger_calls_run_as_they_are() -> None:
 
 def test_nothing_of_an_earlier_call_is_left_in_padded_rows() -> None:
     """sglang#10892; the sum sees every row."""
-    compiled = padding(lambda x: (x * 2, x.sum(0)), capture_sizes=[8])
+    compiled = padding(lambda x: (x * 2, x.sum(0)), capture_sizes=[8], padded_rows="trusted")
     for size in (7, 8, 8, 3, 6, 2, 8):
         x = rows(size, size)
         doubled_rows, total_ = compiled(x)
@@ -110,7 +112,11 @@ def test_pad_values() -> None:
         return x.amax(0), ids + 1, ids.amin()
 
     compiled = padding(
-        fn, dynamic_dims={"x": 0, "ids": 0}, pad_values={"x": -1e9, "ids": 99}, capture_sizes=[8]
+        fn,
+        dynamic_dims={"x": 0, "ids": 0},
+        pad_values={"x": -1e9, "ids": 99},
+        capture_sizes=[8],
+        padded_rows="trusted",
     )
     for size in (5, 6, 7, 3):
         x, ids = -rows(size).abs() - 1, torch.arange(size) + 5
@@ -132,7 +138,7 @@ def test_written_inputs_and_buffers(device: torch.device) -> None:
             return doubled(self.cache[slots]), x
 
     model, plain = Cache().to(device), Cache().to(device)
-    compiled = padding(model, dynamic_dims={"x": 0, "slots": 0})
+    compiled = padding(model, dynamic_dims={"x": 0, "slots": 0}, padded_rows="trusted")
     for number in range(8):
         size = 3 + number % 4
         slots = (torch.randperm(31)[:size] + 1).to(device)
@@ -151,7 +157,7 @@ def test_other_dimensions_and_layouts() -> None:
         y = (x * 2).masked_fill(mask.unsqueeze(1), 0.0)
         return y, y.transpose(1, 2), y[:, 0], y.sum(2)
 
-    compiled = padding(fn, dynamic_dims={"x": -1, "mask": 1}, capture_sizes=[8])
+    compiled = padding(fn, dynamic_dims={"x": -1, "mask": 1}, capture_sizes=[8], padded_rows="trusted")
     for number, size in enumerate((4, 7, 6, 3, 8, 6, 7, 2)):
         x = tensors((5, 9, size), seed=number)[0]
         x = x if number % 2 else x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -242,7 +248,7 @@ def test_what_is_not_sound_runs_at_exact_sizes_and_says_why(
 
 def test_sizes_that_dynamo_finds_out_are_dynamic() -> None:
     """The first call is compiled for its size alone, the next size for all."""
-    compiled = padding(Model(), dynamic=None)
+    compiled = padding(Model(), dynamic=None, padded_rows="trusted")
     for size in (5, 6, 7, 5, 6):
         assert compiled(rows(size))[0].shape == (size, 6)
     assert total("num_padded") >= 1
@@ -257,6 +263,8 @@ def test_sizes_that_dynamo_finds_out_are_dynamic() -> None:
         ({"dynamic_dims": ["x"], "capture_sizes": [4]}, "must map argument names"),
         ({"dynamic_dims": {"x": "0"}, "capture_sizes": [4]}, "to an integer"),
         ({"dynamic_dims": {"x": 0}, "pad_values": {"y": 1}, "capture_sizes": [4]}, "pad_values"),
+        ({"dynamic_dims": {"x": 0}, "capture_sizes": [4], "padded_rows": "trust"}, "did you mean 'trusted'"),
+        ({"padded_rows": "trusted"}, "padded_rows needs dynamic_dims"),
         ({"dynamic_dim": {"x": 0}}, "did you mean 'dynamic_dims'"),
         ({"dynamic_dims": {"x": 0}, "capture_sizes": [4], "capture": "none"}, "capture is 'none'"),
     ],
@@ -281,7 +289,7 @@ def test_options_that_the_input_cannot_have(options: dict[str, Any], message: st
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_models_of_transformers_by_the_names_of_their_arguments(family: str) -> None:
-    """They come as ``**kwargs`` of a wrapper; BERT has two sizes that are one."""
+    """They come as ``**kwargs`` of a wrapper; BERT has two sizes that are one, and a mask that has to be trusted."""
     import transformers
 
     torch.manual_seed(0)
@@ -294,7 +302,8 @@ def test_models_of_transformers_by_the_names_of_their_arguments(family: str) -> 
         else:
             model = transformers.BertModel(transformers.BertConfig(intermediate_size=24, **tiny)).eval()
     names = {"input_ids": 1} if family == "llama" else {"input_ids": 1, "attention_mask": 1}
-    compiled = padding(model, dynamic=None, dynamic_dims=names)
+    rows_are = "checked" if family == "llama" else "trusted"
+    compiled = padding(model, dynamic=None, dynamic_dims=names, padded_rows=rows_are)
     for size in (5, 6, 7, 8, 6, 7):
         kwargs = {"input_ids": torch.randint(3, 32, (2, size))}
         if family == "bert":
