@@ -19,6 +19,11 @@ def span_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Returns where a tensor begins, also of an empty one, which PyTorch gives the address 0."""
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+
+
 def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether the byte ranges that two tensors span overlap."""
     if not one.numel() or not other.numel():

@@ -17,7 +17,7 @@ import torch
 from .. import torch_private
 from ..errors import CaptureError
 from .call_padding import CallPadding, Form
-from .extents import overlaps_itself, span_bytes
+from .extents import address_of, overlaps_itself, span_bytes
 from .static_inputs import fill_tail
 
 # A buffer keeps the address of what it stands for modulo this, since kernels choose code by alignment.
@@ -80,7 +80,7 @@ def _alias_pattern(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
     pattern = []
     for storage, tensor in zip(storages, tensors, strict=True):
         base = first.setdefault(storage, tensor)
-        pattern.append((storages.index(storage), tensor.data_ptr() - base.data_ptr() if storage else 0))
+        pattern.append((storages.index(storage), address_of(tensor) - address_of(base) if storage else 0))
     return tuple(pattern)
 
 

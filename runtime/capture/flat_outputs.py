@@ -15,7 +15,7 @@ import torch
 from .. import torch_private
 from ..errors import CaptureError
 from .call_padding import CallPadding
-from .extents import bytes_of, lazy_bits, overlaps_itself, span_bytes
+from .extents import address_of, bytes_of, lazy_bits, overlaps_itself, span_bytes
 
 # Gives one output of a replay from the call's inputs, the recording's outputs, and copied memories.
 _Step = Callable[[Sequence[Any], Sequence[Any], Sequence[torch.UntypedStorage]], Any]
@@ -61,7 +61,7 @@ class FlatOutputs:
             elif storage and not owns(output):
                 steps[index] = _constant(output)  # Memory of the forward's own, such as a constant.
             elif is_copied:
-                groups.setdefault(storage or -index - 1, []).append(index)
+                groups.setdefault(storage if output.numel() else -index - 1, []).append(index)
             else:
                 own.add(storage)
                 steps[index] = _view_of(output)
@@ -164,13 +164,13 @@ def _of_input(output: torch.Tensor, inputs: Sequence[Any], index: int) -> _Step:
         if value is output:
             return lambda args, recorded, memories: args[place]
     shape, stride, (is_conj, is_neg) = output.shape, output.stride(), lazy_bits(output)
-    shift_bytes = output.data_ptr() - inputs[index].data_ptr()
+    shift_bytes = address_of(output) - address_of(inputs[index])
     if output.dtype != inputs[index].dtype:
         build = _tensor_maker(output)
 
         def other_type(args: Sequence[Any], recorded: Any, memories: Any) -> torch.Tensor:
             storage = args[index].untyped_storage()
-            return build(storage, args[index].data_ptr() + shift_bytes - storage.data_ptr())
+            return build(storage, address_of(args[index]) + shift_bytes - storage.data_ptr())
 
         return other_type
     shift = shift_bytes // output.element_size()

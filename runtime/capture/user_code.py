@@ -12,9 +12,10 @@ from types import FrameType
 import torch
 
 # Not resolved: code names its file as it was found, which may be by a link. "<" begins code without a file.
+_RUNTIME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_USERS = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    *(os.path.join(os.path.dirname(_RUNTIME), name, "") for name in ("runtime", "compiler", "passes")),
     "<",
 )
 _UNKNOWN = "an unknown line"

@@ -217,3 +217,32 @@ def test_view_of_graph_memory_outlives_its_model() -> None:
     torch.compiler.reset()
     gc.collect()
     assert_same(output, expected)
+
+
+def test_empty_outputs_are_views_and_results_like_others() -> None:
+    """PyTorch gives an empty tensor the address 0, which is no place in anybody's memory."""
+
+    def fn(x: torch.Tensor, start: torch.Tensor) -> Any:
+        y = x * 2
+        return x[:0], y, y[:0], y[1:1].t(), start.view(torch.int32), start
+
+    compiled = drop_in(fn)
+    for number in range(4):
+        x, start = tensors((3, 4), seed=number)[0], torch.empty(0)
+        actual, expected = compiled(x, start), fn(x, start)
+        for one, other in zip(actual, expected, strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            assert_same(one, other)
+        assert actual[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert actual[5] is start
+    assert total("num_replays") == 2
+
+
+def test_a_refusal_names_the_users_line_and_none_of_the_compiler(caplog: Any) -> None:
+    compiled = drop_in(lambda x: torch.nn.functional.one_hot(x, 5))
+    for _ in range(3):
+        compiled(torch.tensor([1, 2, 4]))
+    (message,) = {
+        record.getMessage() for record in caplog.records if "cannot be captured" in record.getMessage()
+    }
+    assert __file__ in message
