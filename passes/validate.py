@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
+from sgl_piecewise.runtime import torch_private, torch_private_compiling, torch_private_tracing, tree
 from sgl_piecewise.runtime.capture.emulated.rules import CaptureRefusal, refusal_of
 from sgl_piecewise.runtime.capture.user_code import UserLine, traced_user_line
 from sgl_piecewise.runtime.errors import CaptureForbiddenError
@@ -37,6 +37,11 @@ _FROM_HOST = (
 )
 _SEED = "CUDA refuses to read or set a generator's state during capture: the seed belongs to the replay"
 _ARRAY = "it brings host memory into the graph, which a replay would not see change"
+_NUMBER = "it differed from call to call or dynamic=True made it a variable, and the graph would read it on the host"
+_NOT_A_NUMBER = (
+    "Pass it as a tensor on the device, or let it be a constant: compile without dynamic=True and call with one "
+    "value, or set torch._dynamo.config.specialize_float = True."
+)
 _BEFORE = "Do it before the capture, or in a function marked @eager_on_graph."
 
 # What never reaches the dispatcher, or not on every device.
@@ -90,7 +95,8 @@ def validate(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
             name = str(node.target)
             if name in pieces and name not in checked:
                 checked.add(name)
-                _check(pieces[name], _examples(node), name, found)
+                numbers = [torch_private_tracing.number_of_caller(used) for used in _inputs_of(node)]
+                _check(pieces[name], _examples(node), name, found, numbers)
         elif node.op in ("call_function", "call_method") and not _is_plumbing(node):
             _check(_alone(gm, node), _examples(node), None, found)
     gm.meta[FINDINGS] = tuple(found.values())
@@ -148,7 +154,11 @@ def _alone(gm: GraphModule, node: Node) -> GraphModule:
 
 
 def _check(
-    piece: GraphModule, examples: list[Any], name: str | None, found: dict[tuple[str, str, str], Finding]
+    piece: GraphModule,
+    examples: list[Any],
+    name: str | None,
+    found: dict[tuple[str, str, str], Finding],
+    numbers: Sequence[str | None] = (),
 ) -> None:
     def note(node: Node, refusal: CaptureRefusal, is_host_data: bool = False) -> None:
         line = traced_user_line(node.stack_trace)
@@ -169,6 +179,12 @@ def _check(
     def observe(node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if not torch_private.is_overload(func):
             return
+        if func._schema.name == "aten::_local_scalar_dense":
+            for example, number in zip(examples, numbers, strict=False):
+                if number is not None and args[0] is example:
+                    what = f"The number {number!r}"
+                    note(node, CaptureRefusal(what=what, why=_NUMBER, remedy=_NOT_A_NUMBER))
+                    return
         refusal = _crossing(func, args, kwargs, result) if on_device else None
         is_lift = func._schema.name == "aten::lift_fresh"
         if refusal is None and not (on_device and is_lift):

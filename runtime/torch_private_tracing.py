@@ -334,6 +334,14 @@ def argument_path(node: Any) -> str | None:
     return None if found is None else "".join(found.groups())
 
 
+def number_of_caller(node: Any) -> str | None:
+    """Names the Python number that a graph input is, which Dynamo hands over as a host tensor; None for others."""
+    argument = node.meta.get("grapharg")
+    if argument is None or not argument.pass_arg_as_tensor:
+        return None
+    return argument_path(node) or str(node.target)
+
+
 def is_tensor_size(node: Any) -> bool:
     """Tells whether a graph input is the size of another: no number that somebody passes."""
     argument = node.meta.get("grapharg")

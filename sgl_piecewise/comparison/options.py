@@ -123,7 +123,7 @@ def parse_sizes(text: str, what: str = "capture sizes") -> tuple[int, ...]:
                 f"The range {part.strip()!r} in the {what} must go up from at least 1, as 4..64 does."
             )
         sizes.extend(size for size in default_capture_sizes(high) if size >= low)
-    return validate_capture_sizes(sizes)
+    return validate_capture_sizes(sizes, what.replace(" ", "_"))
 
 
 def default_sizes(device: torch.device) -> tuple[int, ...]:

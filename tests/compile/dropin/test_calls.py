@@ -246,3 +246,13 @@ def test_a_refusal_names_the_users_line_and_none_of_the_compiler(caplog: Any) ->
         record.getMessage() for record in caplog.records if "cannot be captured" in record.getMessage()
     }
     assert __file__ in message
+
+
+def test_a_number_that_became_a_variable_is_named_and_not_a_host_read_that_nobody_wrote(caplog: Any) -> None:
+    compiled = drop_in(lambda x, scale: x * scale)
+    for number in range(5):
+        x, scale = X + number, number + 0.5
+        assert_same(compiled(x, scale), x * scale)
+    message = " ".join(record.getMessage() for record in caplog.records)
+    assert "The number 'scale' cannot be captured" in message
+    assert "specialize_float" in message
