@@ -66,6 +66,11 @@ def schedule(
     """
     if len(num_new_tokens) != len(reqs):
         raise BatchError(f"num_new_tokens: {len(num_new_tokens)} entries for {len(reqs)} requests.")
+    for index, num_new in enumerate(num_new_tokens):
+        if num_new < 0:
+            raise BatchError(
+                f"num_new_tokens[{index}] is {num_new}; a forward computes no fewer tokens than none."
+            )
     if dllm is not None and len(dllm.block_offsets) != len(reqs):
         raise BatchError(f"dllm.block_offsets: {len(dllm.block_offsets)} entries for {len(reqs)} requests.")
     prefix_lens = [req.num_computed_tokens for req in reqs] if dllm is None else list(dllm.block_offsets)

@@ -21,7 +21,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 def address_of(tensor: torch.Tensor) -> int:
     """Returns where a tensor begins, also of an empty one, which PyTorch gives the address 0."""
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size())
 
 
 def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

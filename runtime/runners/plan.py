@@ -169,6 +169,11 @@ class ExecutionPlan:
 
     def __post_init__(self) -> None:
         for mode, strategy in self.modes.items():
+            if not isinstance(mode, ForwardMode) or not isinstance(strategy, ModeStrategy):
+                raise ConfigError(
+                    f"modes maps {mode!r} to {strategy!r}; it maps a ForwardMode to a ModeStrategy. plan_from_settings "
+                    "takes names, as a TOML file has them."
+                )
             strategy.check(mode)
         for mode, followed in FOLLOWED.items():
             if mode in self.modes and self.modes[mode].strategy not in (EAGER, self.of(followed).strategy):

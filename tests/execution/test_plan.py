@@ -182,3 +182,8 @@ def test_a_context_longer_than_the_model_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="4096 positions"):
         ModelRunner(tiny_model(), options=replace(OPTIONS, max_context=5000))
+
+
+def test_names_are_for_files_and_objects_for_code() -> None:
+    with pytest.raises(ConfigError, match="maps 'decode' to .*plan_from_settings"):
+        ExecutionPlan(modes={"decode": ModeStrategy(strategy="full")})  # type: ignore[dict-item]

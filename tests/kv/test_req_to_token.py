@@ -127,6 +127,7 @@ def test_a_refused_decision_takes_nothing() -> None:
         (ForwardMode.EXTEND, [4], None, "input_ids: request 'r' has 3 tokens"),
         (ForwardMode.EXTEND, [1, 1], None, "num_new_tokens: 2 entries"),
         (ForwardMode.EXTEND, [0], None, r"extend_lens\[0\] is 0"),
+        (ForwardMode.EXTEND, [-1], None, r"num_new_tokens\[0\] is -1"),
         (ForwardMode.DLLM_EXTEND, [2], DllmBlocks(block_size=2, block_offsets=(0, 2)), "block_offsets"),
     ):
         with pytest.raises(BatchError, match=message):
