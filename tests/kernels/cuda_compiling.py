@@ -154,8 +154,8 @@ LINEAR = [
 
 def run_linear(dtype: torch.dtype, *, fills: Iterable[bool], biases: Iterable[bool]) -> None:
     """Every choice of blocks, with sizes that fill the last step or that do not."""
-    for (num_rows, num_columns, size), is_full, has_bias in itertools.product(LINEAR, fills, biases):
-        size -= 0 if is_full else 8
+    for (num_rows, num_columns, full), is_full, has_bias in itertools.product(LINEAR, fills, biases):
+        size = full if is_full else full - 8
         x, weight = (torch.ones(rows, size, dtype=dtype) for rows in (num_rows, num_columns))
         bias = torch.ones(num_columns, dtype=dtype) if has_bias else None
         kernel_set("triton", CPU).linear(x, weight, bias)
