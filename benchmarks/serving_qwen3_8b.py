@@ -10,7 +10,8 @@ All arms are model runners over one model with random bf16 weights, in one proce
 
 Measured, for decode at several batches and one context, and for prompts: ``ModelRunner.forward`` from an idle device
 to its last result (`latency`), until it returns (`host`), and one of ten that follow without a wait (`queued`); one
-replay alone, of the batch that is loaded, with the part of it in which the device does not compute (`gap`). The
+replay alone, of the batch that is loaded. Both also under a profiler, which says in which part of one call the device
+does not compute (`gap`). The
 floor of decode is every weight but the input embedding and all keys and values once, at the copy bandwidth measured
 in the same run; that of prompts is their products at the measured matrix rate. Also time to first token, from the
 engine's scheduling to the token on the host, and steps of the engine at every batch; ``--transformers`` measures
@@ -42,7 +43,7 @@ from sgl_piecewise.comparison.benchmarking import (
     settle,
     write_json,
 )
-from sgl_piecewise.comparison.serving.calls import busy_s, gaps, measure_floors, time_in_turns, time_queued
+from sgl_piecewise.comparison.serving.calls import busy_time, measure_floors, time_in_turns, time_queued
 from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
 from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.generation.driving import fill_cache, first_token, forward_batch, give_back
@@ -58,7 +59,7 @@ from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 
-SCHEMA = "sgl_piecewise.benchmarks.serving/2"
+SCHEMA = "sgl_piecewise.benchmarks.serving/3"
 TOLERANCE = 2e-2  # of the largest logit, for compiled arms; others are equal bit for bit
 
 
@@ -139,14 +140,19 @@ def times_of(
     latency = found["forward"]["latency"]
     found["of_floor"] = {name: floor_s / one["median_s"] for name, one in latency.items()}
     found["queued"] = time_queued(forwards, device, 1 + rounds // 3)
-    found["device_busy_s"] = {name: busy_s(call, device) for name, call in forwards.items()}
+    found["busy"] = {name: busy_facts(call, device) for name, call in forwards.items()}
     # A runner's buffers hold one batch: nothing else is run by an arm while its replays are timed.
     loaded = {name: runners[name].load_graph(batches[name]) for name in forwards}
     replays = {name: call for name, call in loaded.items() if call is not None}
     found["replay"] = time_in_turns(replays, device, rounds)
-    found["replay"]["busy_s"] = {name: busy_s(call, device) for name, call in replays.items()}
-    found["replay"]["gap"] = gaps(found["replay"]["busy_s"], found["replay"]["latency"])
+    found["replay"]["busy"] = {name: busy_facts(call, device) for name, call in replays.items()}
     return found
+
+
+def busy_facts(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
+    """Returns how long the device computed in one call, of how long a time, and the part in which it did not."""
+    busy = busy_time(call, device)
+    return None if busy is None else {"busy_s": busy.busy_s, "wall_s": busy.wall_s, "gap": busy.gap}
 
 
 def differing(runners: dict[str, ModelRunner], batches: dict[str, ForwardBatch]) -> dict[str, float]:
@@ -349,7 +355,7 @@ def main() -> int:
     device = default_device()
     dtype = default_dtype(device)
     # A profiler sees kernels only of graphs that were made after the first profile.
-    busy_s(lambda: torch.zeros(1, device=device), device)
+    busy_time(lambda: torch.zeros(1, device=device), device)
     setting = Setting(
         loaded=load_model(
             arguments.model,

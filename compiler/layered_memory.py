@@ -101,20 +101,28 @@ def _linked(run: _Run) -> MemoryEstimate:
             f"The forward calls {len(calls)} shared layers and ran {len(run.layers)}: a marked function seems to call "
             "one too. Estimate with shares_layers=False."
         )
-    linker = _Linker(run)
-    for event in estimate.events:
-        linker.add(event)
+    plain, fused = _Linker(run), _Linker(run, are_layers_fused=True)
+    for linker in (plain, fused):
+        # Small pieces around layers run as FX whatever compiles the layers.
+        for event in estimate.events:
+            linker.add(event)
     return MemoryEstimate(
-        pieces=(*estimate.pieces, *linker.pieces.values()),
-        breaks=(*estimate.breaks, *linker.breaks.values()),
-        peak=SymbolicBytes.largest_of(levels_of(linker.events)),
-        events=tuple(linker.events),
+        pieces=(*estimate.pieces, *plain.pieces.values()),
+        breaks=(*estimate.breaks, *plain.breaks.values()),
+        peak=SymbolicBytes.largest_of(levels_of(plain.events)),
+        events=tuple(plain.events),
         outputs=estimate.outputs,
+        fused_events=tuple(fused.events),
+        fused_outputs=estimate.outputs,
     )
 
 
 class _Linker:
     """Goes through the events of a run and writes those of its layers where they are called.
+
+    Args:
+        run: The run.
+        are_layers_fused: Whether layers have their events as a compiler that fuses runs them.
 
     Attributes:
         events: All, in order.
@@ -122,7 +130,8 @@ class _Linker:
         breaks: Of the layers, by name and size of results.
     """
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _Run, *, are_layers_fused: bool = False) -> None:
+        self._are_layers_fused = are_layers_fused
         self._values = run.values
         self._layers = iter(run.layers)
         self._names: dict[int, str] = {}
@@ -138,7 +147,6 @@ class _Linker:
         if isinstance(event, LayerCall):
             self._add_layer(event, next(self._layers))
         else:
-            # Small pieces around layers run as FX whatever compiles the layers, and large ones may need less.
             block = self._blocks.get(event.block, event.block)
             self.events.append(event._replace(block=block, is_inside_piece=False))
 
@@ -147,17 +155,20 @@ class _Linker:
         symbols = self._in_own_symbols(call.name, run.values)
         blocks: dict[int, int] = {}
         sizes: dict[int, Any] = {}
-        for event in estimate.events:
+        events, outputs = estimate.events, estimate.outputs
+        if self._are_layers_fused:
+            events, outputs = estimate.fused_events, estimate.fused_outputs
+        for event in events:
             assert isinstance(event, PoolEvent), "layers of a linked estimate are in place"
             if event.num_bytes is None:
-                if event.block not in estimate.outputs:
+                if event.block not in outputs:
                     self.events.append(event._replace(block=blocks[event.block]))
                 continue
             self._num_blocks += 1
             blocks[event.block] = self._num_blocks
             sizes[self._num_blocks] = event.num_bytes.xreplace(symbols)
             self.events.append(event._replace(block=self._num_blocks, num_bytes=sizes[self._num_blocks]))
-        self._hand_on(call, [blocks[block] for block in estimate.outputs], sizes)
+        self._hand_on(call, [blocks[block] for block in outputs], sizes)
         self._count(call.name, run.estimate, estimate, symbols)
 
     def _hand_on(self, call: LayerCall, outputs: list[int], sizes: dict[int, Any]) -> None:

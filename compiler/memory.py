@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from sgl_piecewise.passes.estimate_memory import MEMORY
-from sgl_piecewise.passes.memory_estimate import MemoryEstimate
+from sgl_piecewise.passes.memory_estimate import MemoryEstimate, PiecesRun
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.runtime import torch_private_compiling, torch_private_entries, tree
 from sgl_piecewise.runtime.capture.arguments import ArgumentBinder
@@ -52,8 +52,8 @@ def memory_estimate(
 
     Returns:
         The estimate; ``estimate.reserved_bytes(sizes, device)`` is what a pool on that device reserves, and
-        ``estimate.peak.at(num_tokens)`` what of it lives at once. It holds for pieces that run as FX; Inductor's
-        need less, since it keeps fewer values.
+        ``estimate.peak.at(num_tokens)`` what of it lives at once. Both hold for pieces that run as FX;
+        ``reserved_bytes(..., pieces_run="fused")`` predicts what Inductor keeps, which is less.
 
     Raises:
         CompileError: The forward cannot be traced in one graph, or computes nothing with tensors.
@@ -111,14 +111,14 @@ def pool_estimates(
             leaves = tree.flatten((args, kwargs))[0]
             dynamic = [(leaves[index], dim) for index, dim in dims.items()]
             estimate, sizes = _traced(fn, args, kwargs, dynamic, shares_layers), list(capture_sizes)
-        return tuple(_pool_estimate(estimate, sizes, device, compiler != "fx") for compiler in compilers)
+        return tuple(_pool_estimate(estimate, sizes, device, compiler) for compiler in compilers)
     except (CompileError, ConfigError, torch.OutOfMemoryError) as err:
         reason = str(err).splitlines()[0]
         return tuple(
             PoolEstimate(
                 reserved_bytes=None,
                 largest_alone_bytes=None,
-                is_upper_bound=compiler != "fx",
+                is_upper_bound=_is_upper_bound(compiler),
                 missing_because=reason,
             )
             for compiler in compilers
@@ -126,12 +126,22 @@ def pool_estimates(
 
 
 def _pool_estimate(
-    estimate: MemoryEstimate, sizes: list[int], device: GraphDevice, is_compiled: bool
+    estimate: MemoryEstimate, sizes: list[int], device: GraphDevice, compiler: str | Callable[..., Any]
 ) -> PoolEstimate:
-    reserved = list(estimate.reserved_after_each(sizes, device, are_pieces_compiled=is_compiled).values())
+    pieces_run: PiecesRun = "compiled"
+    if compiler == "fx":
+        pieces_run = "fx"
+    elif compiler == "inductor":
+        pieces_run = "fused"
+    reserved = list(estimate.reserved_after_each(sizes, device, pieces_run=pieces_run).values())
     return PoolEstimate(
-        reserved_bytes=reserved[-1], largest_alone_bytes=reserved[0], is_upper_bound=is_compiled
+        reserved_bytes=reserved[-1], largest_alone_bytes=reserved[0], is_upper_bound=_is_upper_bound(compiler)
     )
+
+
+def _is_upper_bound(compiler: str | Callable[..., Any]) -> bool:
+    """Whether all that is known of a compiler is that it keeps no more than FX does."""
+    return compiler not in ("fx", "inductor")
 
 
 def _traced(

@@ -5,9 +5,9 @@ they hand on and with the results of marked calls, which become boundary buffers
 allocations and frees, in the order of a capture. A value lives until its last user has run, as in the code that
 FX writes. Inputs, parameters and static buffers lie outside the pool.
 
-Not counted: what a kernel allocates for itself (a library's workspace is there since the warm-up, which runs on the
-same stream outside the pool), and a compiler's choices: Inductor fuses values away and reuses buffers, so its pieces
-need less.
+The list is kept twice: for pieces that run as FX, and for pieces whose operators a compiler fuses. Not counted: what a
+kernel allocates for itself (a library's workspace is there since the warm-up, which runs on the same stream outside
+the pool).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -45,7 +45,11 @@ def estimate_memory(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModu
     Returns:
         The same module, with a `MemoryEstimate` in ``gm.meta[MEMORY]``.
     """
-    gm.meta[MEMORY] = _Forward(gm).estimate()
+    plain = _Forward(gm)
+    estimate = plain.estimate()
+    fused = _Forward(gm, is_fused=True, runs=plain.runs)
+    fused.follow()
+    gm.meta[MEMORY] = replace(estimate, fused_events=tuple(fused.events), fused_outputs=fused.output_blocks())
     return gm
 
 
@@ -57,6 +61,7 @@ class _Forward:
     """
 
     gm: GraphModule
+    is_fused: bool = False
     blocks: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     events: list[PoolEvent | LayerCall] = field(default_factory=list)
     num_blocks: int = 0
@@ -64,7 +69,8 @@ class _Forward:
     breaks: Counter[tuple[str, Any]] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
 
-    def estimate(self) -> MemoryEstimate:
+    def follow(self) -> None:
+        """Writes the events of a run."""
         self.device = _device_of(self.gm)
         pieces = pieces_of(self.gm)
         last_uses = self._last_uses()
@@ -82,6 +88,10 @@ class _Forward:
                 self.blocks[node] = (_OUTSIDE,)
             alive[node] = self.blocks[node]
             self._let_go(alive, last_uses.get(node, ()))
+
+    def estimate(self) -> MemoryEstimate:
+        """Follows a run and says what it needs."""
+        self.follow()
         return MemoryEstimate(
             pieces=tuple(self._piece_memory(name) for name in self.runs),
             breaks=tuple(
@@ -90,7 +100,7 @@ class _Forward:
             ),
             peak=SymbolicBytes.largest_of(levels_of(without_layers(self.events))),
             events=tuple(self.events),
-            outputs=self._output_blocks(),
+            outputs=self.output_blocks(),
         )
 
     def _last_uses(self) -> dict[Node, list[Node]]:
@@ -111,7 +121,8 @@ class _Forward:
         kept = {block for blocks in alive.values() for block in blocks}
         self.events += [PoolEvent(block) for block in gone if block != _OUTSIDE and block not in kept]
 
-    def _output_blocks(self) -> tuple[int, ...]:
+    def output_blocks(self) -> tuple[int, ...]:
+        """Returns the blocks that the outputs lie in."""
         (output,) = (node for node in self.gm.graph.nodes if node.op == "output")
         blocks = dict.fromkeys(block for used in output.all_input_nodes for block in self.blocks[used])
         return tuple(block for block in blocks if block != _OUTSIDE)
@@ -129,7 +140,7 @@ class _Forward:
                 used.meta.get("example_value") if isinstance(used, Node) else used for used in node.args
             ]
             self.runs[name] = run_piece(piece, values, self.device)
-        run = self.runs[name]
+        run = self.runs[name].fused if self.is_fused else self.runs[name]
         handed_on = {output.number for output in run.outputs if output.kind == "fresh"}
         of_piece: dict[int, int] = {}
         for event in run.events:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.errors import ConfigError
 
 from .pool_events import LayerCall, PoolEvent, without_layers
 from .symbolic_bytes import SymbolicBytes, values_of_symbols
+
+PiecesRun = Literal["fx", "fused", "compiled"]
+"""Whose choices decide which values of a piece have memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class MemoryEstimate:
         events: Allocations and frees of one capture, in order. Calls of shared layers are among them only in
             the estimate of one trace.
         outputs: Blocks that the outputs lie in.
+        fused_events: As ``events``, where a compiler fuses what is in pieces.
+        fused_outputs: As ``outputs``, among the blocks of these.
     """
 
     pieces: tuple[PieceMemory, ...]
@@ -62,18 +68,18 @@ class MemoryEstimate:
     peak: SymbolicBytes
     events: tuple[PoolEvent | LayerCall, ...]
     outputs: tuple[int, ...] = ()
+    fused_events: tuple[PoolEvent | LayerCall, ...] = ()
+    fused_outputs: tuple[int, ...] = ()
 
     def reserved_bytes(
-        self, sizes: int | Sequence[int], device: GraphDevice, *, are_pieces_compiled: bool = False
+        self, sizes: int | Sequence[int], device: GraphDevice, *, pieces_run: PiecesRun = "fx"
     ) -> int:
         """Returns what the pool holds once every size was captured; see `reserved_after_each`."""
         asked = [sizes] if isinstance(sizes, int) else sizes
-        return list(
-            self.reserved_after_each(asked, device, are_pieces_compiled=are_pieces_compiled).values()
-        )[-1]
+        return list(self.reserved_after_each(asked, device, pieces_run=pieces_run).values())[-1]
 
     def reserved_after_each(
-        self, sizes: Sequence[int], device: GraphDevice, *, are_pieces_compiled: bool = False
+        self, sizes: Sequence[int], device: GraphDevice, *, pieces_run: PiecesRun = "fx"
     ) -> dict[int, int]:
         """Captures sizes on a model of the device's pool, largest first, as the engine does.
 
@@ -83,9 +89,9 @@ class MemoryEstimate:
         Args:
             sizes: Capture sizes, in any order.
             device: Whose allocator is imitated; nothing is allocated there.
-            are_pieces_compiled: Whether a compiler makes code of the pieces. It keeps fewer values than FX does, so
-                the estimate is an upper bound then. On the emulated device, which takes such a piece for one
-                operation, only what pieces hand on counts.
+            pieces_run: How: as ``fx``; ``fused``, as Inductor runs them, whose choices are predicted from the
+                operators; or ``compiled`` by something unknown, which is taken to keep what FX keeps, an upper bound.
+                On the emulated device, which takes a compiled piece for one operation, only what pieces hand on counts.
 
         Returns:
             By size, largest first, the bytes that the pool has reserved after that size.
@@ -98,9 +104,9 @@ class MemoryEstimate:
         pool = device.new_pool_model()
         events = [
             event
-            for event in without_layers(self.events)
+            for event in without_layers(self.fused_events if pieces_run == "fused" else self.events)
             if (pool.sets_copy_sources or not event.is_staging)
-            and not (are_pieces_compiled and event.is_inside_piece and not pool.sees_compiled_code)
+            and not (pieces_run != "fx" and event.is_inside_piece and not pool.sees_compiled_code)
         ]
         expressions = dict.fromkeys(event.num_bytes for event in events if event.num_bytes is not None)
         symbols = sorted({one for each in expressions for one in each.free_symbols}, key=str)

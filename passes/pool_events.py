@@ -7,16 +7,19 @@ what calls a piece.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
 
+from .fused_run import Operation, becomes_loop, fused_steps
 from .run_on_fakes import run_on_fakes
 from .symbolic_bytes import rounded_bytes
 
@@ -70,11 +73,13 @@ class PieceRun:
         events: In order; blocks of outputs are not freed.
         num_bytes: Bytes of every block.
         outputs: One entry per output.
+        operations: What it ran.
     """
 
     events: tuple[PoolEvent, ...]
     num_bytes: tuple[Any, ...]
     outputs: tuple[PieceOutput, ...]
+    operations: tuple[Operation, ...]
 
     @property
     def levels(self) -> tuple[Any, ...]:
@@ -86,6 +91,25 @@ class PieceRun:
         """Bytes of the fresh outputs together."""
         blocks = dict.fromkeys(one.number for one in self.outputs if one.kind == "fresh")
         return sum((self.num_bytes[block] for block in blocks), sympy.Integer(0))
+
+    @functools.cached_property
+    def fused(self) -> PieceRun:
+        """The same as a compiler that fuses would run it."""
+        fresh = [one.number for one in self.outputs if one.kind == "fresh"]
+        events: list[PoolEvent] = []
+        memory: dict[int, int] = {}
+        for step in fused_steps(self.operations, fresh, self.num_bytes):
+            if step.is_free:
+                events.append(PoolEvent(memory[step.block]))
+            elif step.takes is None:
+                memory[step.block] = step.block
+                events.append(PoolEvent(step.block, self.num_bytes[step.block]))
+            else:
+                memory[step.block] = memory[step.takes]
+        outputs = (
+            one._replace(number=memory[one.number]) if one.kind == "fresh" else one for one in self.outputs
+        )
+        return dataclasses.replace(self, events=tuple(events), outputs=tuple(outputs))
 
 
 def without_layers(events: Iterable[PoolEvent | LayerCall]) -> Iterator[PoolEvent]:
@@ -124,7 +148,14 @@ def run_piece(piece: GraphModule, values: Sequence[Any], device: str) -> PieceRu
     """
     examples = torch_private_compiling.example_inputs(values)
     watch = _Storages(tensors_of(examples), device)
-    results = run_on_fakes(piece, examples, lambda node, func, args, kwargs, result: watch.add(result))
+
+    def observe(node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        reads = watch.blocks_of((args, kwargs))
+        made = watch.add(result)
+        if made or func._schema.is_mutable:  # Others are views, which nothing is computed for.
+            watch.operations.append(Operation(reads, made, becomes_loop(func)))
+
+    results = run_on_fakes(piece, examples, observe)
     watch.sweep()
     inputs = {
         torch_private.storage_key(one): index
@@ -142,7 +173,12 @@ def run_piece(piece: GraphModule, values: Sequence[Any], device: str) -> PieceRu
         else:
             block = watch.block_of(one)
             outputs.append(PieceOutput("outside") if block is None else PieceOutput("fresh", block))
-    return PieceRun(events=tuple(watch.events), num_bytes=tuple(watch.num_bytes), outputs=tuple(outputs))
+    return PieceRun(
+        events=tuple(watch.events),
+        num_bytes=tuple(watch.num_bytes),
+        outputs=tuple(outputs),
+        operations=tuple(watch.operations),
+    )
 
 
 class _Storages:
@@ -154,10 +190,12 @@ class _Storages:
         self._live: dict[int, tuple[Any, int]] = {}
         self.events: list[PoolEvent] = []
         self.num_bytes: list[Any] = []
+        self.operations: list[Operation] = []
 
-    def add(self, result: Any) -> None:
-        """Takes note of the storages of an operator's result that are new."""
+    def add(self, result: Any) -> tuple[int, ...]:
+        """Takes note of the storages of an operator's result that are new; returns their blocks."""
         self.sweep()
+        made = []
         for tensor in tensors_of(result):
             key = torch_private.storage_key(tensor)
             if tensor.device.type != self._device or key in self._given or key in self._live:
@@ -166,6 +204,13 @@ class _Storages:
             self.num_bytes.append(rounded_bytes(tensor.untyped_storage().nbytes()))
             self._live[key] = (torch_private.storage_weak_ref(tensor), block)
             self.events.append(PoolEvent(block, self.num_bytes[block]))
+            made.append(block)
+        return tuple(made)
+
+    def blocks_of(self, value: Any) -> tuple[int, ...]:
+        """Returns the blocks of tensors in a value, without those that the piece was given."""
+        found = (self.block_of(tensor) for tensor in tensors_of(value))
+        return tuple(dict.fromkeys(block for block in found if block is not None))
 
     def sweep(self) -> None:
         """Takes note of the storages that died."""

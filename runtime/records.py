@@ -143,7 +143,7 @@ class PoolEstimate:
     Attributes:
         reserved_bytes: With all sizes captured; None where there is no estimate.
         largest_alone_bytes: With the largest size captured; None likewise.
-        is_upper_bound: Whether pieces are a compiler's code, which may need less than was estimated.
+        is_upper_bound: Whether pieces are code of a compiler whose choices are not known, which may need less.
         missing_because: Why there is no estimate, or None.
     """
 

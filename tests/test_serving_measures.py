@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sgl_piecewise.comparison.serving.calls import NUM_QUEUED, gaps, spread, time_in_turns, time_queued
+from sgl_piecewise.comparison.serving.calls import NUM_QUEUED, BusyTime, busy_time, time_in_turns, time_queued
 from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
 from sgl_piecewise.models.shapes import named_shape
 from sgl_piecewise.runtime.errors import ConfigError
@@ -28,9 +29,31 @@ def test_calls_take_turns_and_each_is_called_once_before() -> None:
     assert order == (["a"] * NUM_QUEUED + ["b"] * NUM_QUEUED) * 2
 
 
-def test_a_gap_is_the_part_without_the_device() -> None:
-    latency = {"a": spread([4.0, 2.0, 2.0]), "b": spread([1.0])}
-    assert gaps({"a": 1.5, "b": None}, latency) == {"a": 0.25, "b": None}
+def test_a_gap_is_the_part_of_a_call_without_the_device() -> None:
+    found = BusyTime.of_spans(10.0, [(18.0, 20.0), (12.0, 16.0), (13.0, 15.0), (15.0, 17.0)])
+    assert (found.busy_s, found.wall_s, found.gap) == (
+        pytest.approx(7e-6),
+        pytest.approx(10e-6),
+        pytest.approx(0.3),
+    )
+    assert busy_time(lambda: None, CPU) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_wait_of_the_host_is_a_gap() -> None:
+    device = torch.device("cuda")
+    a = torch.randn(4096, 4096, device=device)
+
+    def call() -> None:
+        time.sleep(0.02)
+        torch.mm(a, a)
+
+    call()
+    found = busy_time(call, device)
+    assert found is not None
+    assert found.wall_s - found.busy_s > 0.019
+    assert 0 < found.busy_s < 0.02
 
 
 class Batching:

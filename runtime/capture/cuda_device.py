@@ -27,7 +27,7 @@ from . import cuda_runtime
 from .cuda_graph import CudaGraph, generators_in_use
 from .cuda_pool_model import CudaPoolModel
 from .cuda_streams import StreamTracker, watch_streams
-from .cuda_workspaces import CaptureStream, take_stream
+from .cuda_workspaces import given_stream, take_stream
 from .device import GraphDevice, GraphPool, PoolMemory
 from .user_code import raising_user_line
 
@@ -68,7 +68,7 @@ class CudaPool(GraphPool):
         self._hold: weakref.finalize[..., CudaPool] | None = None
         self._is_scope_open = False
         self.num_graphs = 0
-        self._libraries = take_stream(device.torch_device) if stream is None else CaptureStream(stream)
+        self._libraries = take_stream(device.torch_device) if stream is None else given_stream(stream)
         self.stream = self._libraries.stream
         if stream is None:
             weakref.finalize(self, self._libraries.give_back)

@@ -25,6 +25,9 @@ _IDLE: collections.defaultdict[int, collections.deque[CaptureStream]] = collecti
     collections.deque
 )
 
+# Of streams that callers gave, by device and handle. PyTorch has few streams, so few pools are held.
+_GIVEN: dict[tuple[int, int], CaptureStream] = {}
+
 
 class CaptureStream:
     """A stream to capture on, with the memory of its libraries.
@@ -58,6 +61,14 @@ class CaptureStream:
     def give_back(self) -> None:
         """Lets another pool use the stream; nothing that was captured on it may be replayed any more."""
         _IDLE[self._index].append(self)
+
+
+def given_stream(stream: torch.cuda.Stream) -> CaptureStream:
+    """Returns what captures on a caller's stream use, the same each time: its memory pool is held for good."""
+    key = (stream.device.index, stream.cuda_stream)
+    if key not in _GIVEN:
+        _GIVEN[key] = CaptureStream(stream)
+    return _GIVEN[key]
 
 
 def take_stream(device: torch.device) -> CaptureStream:

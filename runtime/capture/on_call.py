@@ -46,7 +46,7 @@ MOVED = "static_input_changed"  # A parameter or buffer moved, or a marked call 
 CONFLICT = "input_shares_memory_with_a_static_tensor"
 NOT_LISTED = "not_in_capture_sizes"
 
-# Shapes that are only counted so far, the oldest forgotten first.
+# Shapes that are only counted so far, the oldest forgotten first; and shapes that were found unfit for padding.
 _MAX_COUNTED_SHAPES = 4096
 # A shape whose static tensors keep moving is captured ever more seldom, up to this.
 _MOST_CALLS_BEFORE_RECAPTURE = 64
@@ -261,6 +261,8 @@ class OnCallCapture:
         if share_memory(self._facts, args):
             return ALIASED_INPUTS
         if key not in self._not_admitted and not padding.admits(args, size):
+            if len(self._not_admitted) >= _MAX_COUNTED_SHAPES:
+                self._not_admitted.clear()
             self._not_admitted.add(key)
         return GUARDED if key in self._not_admitted else None
 

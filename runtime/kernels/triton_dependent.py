@@ -5,8 +5,10 @@ stream still runs, as far as there is room. The rule: every program of such a ke
 `wait_for_predecessor` before it reads or writes anything that another kernel of the stream may
 write or read. A wait returns when the predecessor is complete, and a predecessor completes only
 after its own wait, so order holds along the whole stream, into kernels that are launched as usual
-and out of them. The one thing that may be read before is weights: the kernel that wrote them is
-never the one right before.
+and out of them. The one thing that may be read before is weights. Several kernels of a chain may be
+resident together, so it is not enough that the one right before did not write them: whatever writes
+weights is launched as usual and lets no successor start, and a kernel that is launched as usual (an
+embedding, a copy into static buffers, the beginning of a graph) follows it before the next product.
 
 Imported lazily: importing it imports Triton.
 Source: NVIDIA, CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".

@@ -64,15 +64,18 @@ class KVLocPlan:
         Raises:
             PoolError: The iteration is over, the sub-pool is unknown, or a column does not exist.
         """
+        self._require_open()
+        slots = self._slots.get(pool)
+        if slots is None:
+            raise PoolError(f"No sub-pool {pool!r} was planned; {nearest(pool, self._slots)}")
+        return PhysicalSlots(pool, self._window(slots, cols))
+
+    def _require_open(self) -> None:
         if not self._is_open:
             raise PoolError(
                 "This KVLocPlan belongs to an iteration that is over, and its slots may be other requests' "
                 "now. Ask the translator's own_plan for one of this iteration."
             )
-        slots = self._slots.get(pool)
-        if slots is None:
-            raise PoolError(f"No sub-pool {pool!r} was planned; {nearest(pool, self._slots)}")
-        return PhysicalSlots(pool, self._window(slots, cols))
 
     def _window(self, slots: torch.Tensor, cols: range | None) -> torch.Tensor:
         if cols is None:
@@ -137,7 +140,12 @@ class KVLocPlan:
     def record(
         self, batch: ForwardBatch, *, cols: range | None = None, cache_positions: torch.Tensor | None = None
     ) -> None:
-        """Tells backends where the new tokens of a forward lie; arguments as in `bind`."""
+        """Tells backends where the new tokens of a forward lie; arguments as in `bind`.
+
+        Raises:
+            PoolError: The iteration is over, or a column does not exist.
+        """
+        self._require_open()
         columns = batch.positions if cache_positions is None else cache_positions
         entries = {pool: self._window(slots, cols) for pool, slots in self._entries.items()}
         self._translator.record(batch.req_rows_of_tokens(), columns, entries)

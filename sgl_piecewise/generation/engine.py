@@ -128,7 +128,7 @@ class OfflineEngine:
 
     @property
     def num_prefilling(self) -> int:
-        """Requests whose prompt is not through yet, waiting ones included."""
+        """Requests whose first token has not been read yet, waiting ones included."""
         members = (*self.scheduler.waiting, *self.scheduler.running)
         return sum(one.num_new_tokens == 0 for one in members)
 
@@ -230,7 +230,7 @@ class OfflineEngine:
     def _launch(self, behind: StepInFlight | None = None) -> None:
         """Launches the next forward, if one can be decided.
 
-        One that fails has taken slots, which are its requests' own, and nothing else: it can be tried again.
+        One that fails has taken slots at most, which are its requests' own: it can be tried again.
         """
         with self.clock.phase("schedule"):
             decided = self.scheduler.next_batch(behind)

@@ -142,14 +142,22 @@ class Scheduler:
         behind: StepInFlight | None = None,
     ) -> tuple[ScheduleBatch, list[RunningRequest]]:
         members = [one for one, _ in chosen]
-        batch = schedule(
-            mode,
-            [one.req for one in members],
-            [num_new for _, num_new in chosen],
-            self._allocator,
-            self._table,
-            input_ids=None if behind is None else behind.input_ids(chosen),
-        )
+        try:
+            batch = schedule(
+                mode,
+                [one.req for one in members],
+                [num_new for _, num_new in chosen],
+                self._allocator,
+                self._table,
+                input_ids=None if behind is None else behind.input_ids(chosen),
+            )
+        except Exception:
+            # Nothing was taken, and without slots nobody runs.
+            for one in reversed(members):
+                if one.req.req_pool_index is None:
+                    self.running.remove(one)
+                    self.waiting.appendleft(one)
+            raise
         return batch, members
 
     def _that_fit(self, decoding: list[RunningRequest]) -> list[RunningRequest]:

@@ -242,7 +242,7 @@ def test_sizes_are_captured_largest_first_into_one_pool() -> None:
 def test_compiled_pieces_keep_nothing_inside_on_the_emulated_device() -> None:
     estimate = memory_estimate(lambda x: x.sin().cos().sin(), (torch.ones(7, 128),))
     assert estimate.reserved_bytes(10, EmulatedDevice()) == 2 * 10 * BLOCK
-    assert estimate.reserved_bytes(10, EmulatedDevice(), are_pieces_compiled=True) == 10 * BLOCK
+    assert estimate.reserved_bytes(10, EmulatedDevice(), pieces_run="compiled") == 10 * BLOCK
 
 
 def test_pool_estimates_say_why_there_is_none() -> None:

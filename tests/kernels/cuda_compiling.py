@@ -9,13 +9,12 @@ that the launch has. So results hold nothing, and only what is compiled is looke
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ COMPUTE_CAPABILITY = 90
 SHARED_MEMORY_BYTES = 227 * 1024
 """What one block may take on that target: NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities"."""
 CPU = torch.device("cpu")
+WARM_UP = "triton_warm_up"
+"""The module of a kernel that is compiled and never launched."""
 
 
 class Compiled:
@@ -120,15 +121,9 @@ def compile_instead_of_launching(compiled: Compiled) -> None:
     launching.repair_interpreter = lambda: None
 
 
-def with_and_without_overlap(run: Callable[[], None]) -> None:
-    """Launches for devices that have programmatic dependent launch, and for those that have not."""
-    for has_overlap in (False, True):
-        launching.launches_dependents = functools.partial(_constant, has_overlap)
-        run()
-
-
-def _constant(value: bool, device: torch.device) -> bool:
-    return value
+def set_overlap(value: bool) -> None:
+    """Launches as for a device that has programmatic dependent launch, or has not."""
+    launching.launches_dependents = lambda device: value
 
 
 def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) -> None:
@@ -149,10 +144,18 @@ def run_kernel_set(dtype: torch.dtype, head_dim: int, index_dtype: torch.dtype) 
     kernels.write_kv(pool, pool.clone(), torch.arange(num_tokens, dtype=index_dtype), k, v)
 
 
-def run_linear(dtype: torch.dtype) -> None:
-    """Every choice of blocks, with sizes that fill the last step and that do not."""
-    shapes = [(40, 4096), (40, 600), (40, 8192), (4104, 4096), (16400, 600)]
-    for num_rows, (num_columns, size), has_bias in itertools.product((1, 3, 16, 32), shapes, (False, True)):
+LINEAR = [
+    *((1, columns, size) for columns, size in ((40, 4096), (16400, 4096), (40, 8192))),
+    *((rows, 40, 4096) for rows in (3, 16, 32)),
+    *((rows, 4104, 4096) for rows in (3, 32)),
+]
+"""Rows, columns and size of a product of every choice of blocks; the size fills the last step."""
+
+
+def run_linear(dtype: torch.dtype, *, fills: Iterable[bool], biases: Iterable[bool]) -> None:
+    """Every choice of blocks, with sizes that fill the last step or that do not."""
+    for (num_rows, num_columns, full), is_full, has_bias in itertools.product(LINEAR, fills, biases):
+        size = full if is_full else full - 8
         x, weight = (torch.ones(rows, size, dtype=dtype) for rows in (num_rows, num_columns))
         bias = torch.ones(num_columns, dtype=dtype) if has_bias else None
         kernel_set("triton", CPU).linear(x, weight, bias)
@@ -212,8 +215,9 @@ def run_positions(dtype: torch.dtype) -> None:
 
 def run_some() -> None:
     """Each kernel, with what a model uses most."""
+    set_overlap(True)
     run_kernel_set(torch.bfloat16, 128, torch.int64)
-    run_linear(torch.bfloat16)
+    run_linear(torch.bfloat16, fills=(True,), biases=(False,))
     run_experts(torch.bfloat16, 8)
     run_attention(torch.bfloat16, 128)
     run_positions(torch.int32)
@@ -221,6 +225,7 @@ def run_some() -> None:
 
 def run_all(dtype: torch.dtype) -> None:
     """Each kernel in a dtype, with every head size and special case that its launcher tells apart."""
+    set_overlap(True)
     for index_dtype in (torch.int32, torch.int64):
         run_positions(index_dtype)
         run_kernel_set(dtype, 128, index_dtype)
@@ -230,13 +235,19 @@ def run_all(dtype: torch.dtype) -> None:
     for head_dim in (64, 80, 256):
         run_kernel_set(dtype, head_dim, torch.int64)
         run_attention(dtype, head_dim, modes=(ForwardMode.EXTEND, ForwardMode.DECODE))
-    run_linear(dtype)
     for num_tokens in (1, 64, 256):
         run_experts(dtype, num_tokens)
+    # In float32 products are PyTorch's.
+    half = torch.bfloat16 if dtype is torch.float32 else dtype
+    run_linear(half, fills=(True, False), biases=(False, True))
+    set_overlap(False)
+    run_kernel_set(dtype, 128, torch.int64)
+    run_attention(dtype, 128, modes=(ForwardMode.DECODE,))
+    run_linear(half, fills=(True,), biases=(False,))
 
 
 def defined_kernels() -> set[str]:
-    """Returns the names of all ``triton.jit`` functions of the package."""
+    """Returns the names of all ``triton.jit`` functions of the package that a launcher launches."""
     from triton.runtime.jit import JITFunction
 
     kernels = [
@@ -249,13 +260,14 @@ def defined_kernels() -> set[str]:
 
 
 def modules_with_kernels() -> Iterator[str]:
-    """Returns the modules of the package whose source makes Triton kernels."""
+    """Returns the modules of the package whose source makes Triton kernels to be launched."""
     for folder in ("compiler", "models", "passes", "runtime"):
         package = importlib.import_module(f"sgl_piecewise.{folder}")
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             if "@triton.jit" in path.read_text(encoding="utf-8"):
                 inner = path.relative_to(package.__path__[0]).with_suffix("")
-                yield ".".join((package.__name__, *inner.parts))
+                if inner.name != WARM_UP:
+                    yield ".".join((package.__name__, *inner.parts))
 
 
 def main(which: str) -> None:
@@ -263,8 +275,7 @@ def main(which: str) -> None:
     compiled = Compiled()
     compile_instead_of_launching(compiled)
     with torch.no_grad():
-        some = run_some if which == "some" else functools.partial(run_all, getattr(torch, which))
-        with_and_without_overlap(some)
+        run_some() if which == "some" else run_all(getattr(torch, which))
     answer = {
         "compiled": sorted(compiled.names),
         "defined": sorted(defined_kernels()),

@@ -68,7 +68,7 @@ def test_it_is_the_product(
     check(x, weight, random(num_columns, dtype=dtype, device=device) if has_bias else None)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 9, 32])
+@pytest.mark.parametrize("num_rows", [3, 9, 32])
 def test_it_is_the_product_with_many_columns(num_rows: int, device: torch.device) -> None:
     x, weight = (random(rows, 200, dtype=torch.bfloat16, device=device) for rows in (num_rows, 4100))
     check(x, weight, random(4100, dtype=torch.bfloat16, device=device))

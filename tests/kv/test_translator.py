@@ -139,6 +139,8 @@ def test_a_plan_ends_with_its_iteration() -> None:
     assert (old.is_open, new.is_open) == (False, True)
     with pytest.raises(PoolError, match="iteration that is over"):
         old.write_ids(FULL_POOL)
+    with pytest.raises(PoolError, match="iteration that is over"):
+        old.record(at.forward(batch))
 
 
 def test_windows_and_pools_that_do_not_exist() -> None:

@@ -8,7 +8,8 @@ wait, and their latency is divided by their number: what a caller sees who never
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ Call = Callable[[], Any]
 Spread = dict[str, float]
 
 NUM_QUEUED = 10
+_PROFILED = "sgl_piecewise: profiled call"
 
 
 def spread(times: list[float]) -> Spread:
@@ -66,32 +68,78 @@ def time_queued(calls: Mapping[str, Call], device: torch.device, num_rounds: int
     }
 
 
-def busy_s(call: Call, device: torch.device) -> float | None:
-    """Returns how long the device computed during one call, as its profiler saw; None without a GPU."""
+@dataclass(frozen=True, kw_only=True)
+class BusyTime:
+    """One call from an idle device, as a profiler saw it.
+
+    Attributes:
+        busy_s: Seconds in which the device computed.
+        wall_s: Seconds from the call to the end of the last computation.
+    """
+
+    busy_s: float
+    wall_s: float
+
+    @property
+    def gap(self) -> float:
+        """The part of the call in which the device did not compute."""
+        return 1 - self.busy_s / self.wall_s
+
+    @classmethod
+    def of_spans(cls, begin: float, spans: Iterable[tuple[float, float]]) -> BusyTime:
+        """Returns what a profile says.
+
+        Args:
+            begin: When the call began, in microseconds.
+            spans: Begin and end of each computation, in microseconds; they may overlap.
+        """
+        busy, end = 0.0, begin
+        for start, stop in sorted(spans):
+            busy += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return cls(busy_s=busy / 1e6, wall_s=(end - begin) / 1e6)
+
+
+def busy_time(call: Call, device: torch.device, num_runs: int = 5) -> BusyTime | None:
+    """Returns the run of median gap: its busy and its wall time are of one call, at one clock rate of the device.
+
+    A busy time beside the latency of other runs would not do: a device that was idle computes faster than one that
+    has been at work for a while.
+
+    Args:
+        call: What is profiled.
+        device: Where it runs; None is returned for what is no GPU.
+        num_runs: How often.
+    """
     if device.type != "cuda":
         return None
+    runs = sorted((_profiled(call, device) for _ in range(num_runs)), key=lambda run: run.gap)
+    return runs[num_runs // 2]
+
+
+def _profiled(call: Call, device: torch.device) -> BusyTime:
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=activities) as profile:
-        call()
+        with torch.profiler.record_function(_PROFILED):
+            call()
         torch.cuda.synchronize(device)
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+    events = profile.events()
+    is_cuda = [event.device_type == torch.autograd.DeviceType.CUDA for event in events]
+    (begin,) = (
+        event.time_range.start
+        for event, on_device in zip(events, is_cuda, strict=True)
+        if event.name == _PROFILED and not on_device
     )
-    total, end = 0.0, 0.0
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e6
-
-
-def gaps(busy: Mapping[str, float | None], latency: Mapping[str, Spread]) -> dict[str, float | None]:
-    """Returns the part of each arm's latency in which the device did not compute; None without a GPU."""
-    found: dict[str, float | None] = {}
-    for name, seconds in busy.items():
-        found[name] = None if seconds is None else 1 - seconds / latency[name]["median_s"]
-    return found
+    # The range itself has a span on the device, too.
+    return BusyTime.of_spans(
+        begin,
+        [
+            (event.time_range.start, event.time_range.end)
+            for event, on_device in zip(events, is_cuda, strict=True)
+            if on_device and event.name != _PROFILED
+        ],
+    )
 
 
 def measure_floors(device: torch.device) -> dict[str, float]:
