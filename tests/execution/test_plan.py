@@ -185,5 +185,5 @@ def test_a_context_longer_than_the_model_is_refused() -> None:
 
 
 def test_names_are_for_files_and_objects_for_code() -> None:
-    with pytest.raises(ConfigError, match="maps 'decode' to .*plan_from_settings"):
+    with pytest.raises(ConfigError, match=r"maps 'decode' to .*plan_from_settings"):
         ExecutionPlan(modes={"decode": ModeStrategy(strategy="full")})  # type: ignore[dict-item]
