@@ -302,7 +302,9 @@ def test_models_of_transformers_by_the_names_of_their_arguments(family: str) -> 
         else:
             model = transformers.BertModel(transformers.BertConfig(intermediate_size=24, **tiny)).eval()
     names = {"input_ids": 1} if family == "llama" else {"input_ids": 1, "attention_mask": 1}
-    rows_are = "checked" if family == "llama" else "trusted"
+    # Before 2.13 transformers gives Llama a mask as well when it is traced.
+    has_mask = family == "bert" or torch.__version__ < "2.13"
+    rows_are = "trusted" if has_mask else "checked"
     compiled = padding(model, dynamic=None, dynamic_dims=names, padded_rows=rows_are)
     for size in (5, 6, 7, 8, 6, 7):
         kwargs = {"input_ids": torch.randint(3, 32, (2, size))}
