@@ -10,7 +10,6 @@ launch or a copy more. Times are this host's; the counts are not.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import statistics
 import sys
@@ -20,9 +19,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sgl_piecewise.comparison.benchmarking import report_head, write_json
+from sgl_piecewise.comparison.benchmarking import CountedOperators, report_head, write_json
 from sgl_piecewise.generation.driving import fill_cache, forward_batch
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime.batch.forward_batch import ForwardBatch
@@ -42,20 +40,6 @@ PROMPT = 50
 CPU = torch.device("cpu")
 _FREE = ("view", "slice", "select", "as_strided", "expand", "unsqueeze", "alias", "detach", "t.", "unbind")
 """Beginnings of operators that make no kernel."""
-
-
-class CountedOperators(TorchDispatchMode):
-    """Counts the operators of a block by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.counts[str(func).removeprefix("aten.")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def replay_nothing(recording: Recording) -> None:

@@ -1,10 +1,11 @@
-"""What the scripts in ``benchmarks/`` share: where a report was made, how it is written, a clean start.
+"""What the scripts in ``benchmarks/`` share: where a report was made, how it is written, a clean start, counts.
 
 In the package, so that scripts find it wherever the package is found; nothing that is timed is here.
 """
 
 from __future__ import annotations
 
+import collections
 import gc
 import json
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_piecewise.runtime.atomic_file import write_atomically
 from sgl_piecewise.runtime.versions import installed_versions
@@ -55,3 +57,17 @@ def settle(device: torch.device) -> None:
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts the operators of a block by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counts[str(func).removeprefix("aten.")] += 1
+        return func(*args, **(kwargs or {}))
