@@ -10,11 +10,11 @@ All arms are model runners over one model with random bf16 weights, in one proce
 
 Measured, for decode at several batches and one context, and for prompts: ``ModelRunner.forward`` from an idle device
 to its last result (`latency`), until it returns (`host`), and one of ten that follow without a wait (`queued`); one
-replay alone, of the batch that is loaded. Both also under a profiler, which says in which part of one call the device
-does not compute (`gap`). The
-floor of decode is every weight but the input embedding and all keys and values once, at the copy bandwidth measured
-in the same run; that of prompts is their products at the measured matrix rate. Also time to first token, from the
-engine's scheduling to the token on the host, and steps of the engine at every batch; ``--transformers`` measures
+replay alone, of the batch that is loaded, and the part of it in which the device does not compute (`gap`). The floor
+of decode is every weight but the input embedding and all keys and values once, at the copy bandwidth measured in the
+same run; that of prompts is their products at the measured matrix rate. Also time to first token, from the engine's
+scheduling to the token on the host, and steps of the engine at every batch: what a step takes beside its forward is
+`between_s`, its time less that of a queued forward at the same batch and context. ``--transformers`` measures
 transformers' `generate_batch` at the same batches, last, when the arms are gone. Logits of every arm are compared
 with padded eager first; an arm that differs gets no times.
 
@@ -25,6 +25,7 @@ Without a GPU everything runs on the emulated device, whose times say nothing. A
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import json
@@ -43,7 +44,13 @@ from sgl_piecewise.comparison.benchmarking import (
     settle,
     write_json,
 )
-from sgl_piecewise.comparison.serving.calls import busy_time, measure_floors, time_in_turns, time_queued
+from sgl_piecewise.comparison.serving.calls import (
+    measure_floors,
+    measure_gap,
+    spans_on_device,
+    time_in_turns,
+    time_queued,
+)
 from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
 from sgl_piecewise.generation.compiling import CompiledModel
 from sgl_piecewise.generation.driving import fill_cache, first_token, forward_batch, give_back
@@ -59,7 +66,9 @@ from sgl_piecewise.runtime.model_runner.options import RunnerOptions
 from sgl_piecewise.runtime.records import PhaseClock
 from sgl_piecewise.runtime.runners.plan import ExecutionPlan, ModeStrategy
 
-SCHEMA = "sgl_piecewise.benchmarks.serving/3"
+SCHEMA = "sgl_piecewise.benchmarks.serving/4"
+NUM_STEPS = 4  # of the engine, for each round
+ENGINE_PROMPT = 8  # tokens from which the engine decodes
 TOLERANCE = 2e-2  # of the largest logit, for compiled arms; others are equal bit for bit
 
 
@@ -140,19 +149,18 @@ def times_of(
     latency = found["forward"]["latency"]
     found["of_floor"] = {name: floor_s / one["median_s"] for name, one in latency.items()}
     found["queued"] = time_queued(forwards, device, 1 + rounds // 3)
-    found["busy"] = {name: busy_facts(call, device) for name, call in forwards.items()}
     # A runner's buffers hold one batch: nothing else is run by an arm while its replays are timed.
     loaded = {name: runners[name].load_graph(batches[name]) for name in forwards}
     replays = {name: call for name, call in loaded.items() if call is not None}
     found["replay"] = time_in_turns(replays, device, rounds)
-    found["replay"]["busy"] = {name: busy_facts(call, device) for name, call in replays.items()}
+    found["replay"]["gap"] = {name: gap_facts(call, setting) for name, call in replays.items()}
     return found
 
 
-def busy_facts(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
-    """Returns how long the device computed in one call, of how long a time, and the part in which it did not."""
-    busy = busy_time(call, device)
-    return None if busy is None else {"busy_s": busy.busy_s, "wall_s": busy.wall_s, "gap": busy.gap}
+def gap_facts(call: Callable[[], Any], setting: Setting) -> dict[str, float] | None:
+    """Returns how long the device computes in one call, of how long a time, and the part in which it does not."""
+    found = measure_gap(call, setting.device, setting.rounds)
+    return None if found is None else {**dataclasses.asdict(found), "gap": found.gap}
 
 
 def differing(runners: dict[str, ModelRunner], batches: dict[str, ForwardBatch]) -> dict[str, float]:
@@ -227,33 +235,48 @@ def _first_token(runner: ModelRunner, length: int, vocab_size: int) -> Callable[
 
 def engine_prompts(batch_size: int, vocab_size: int) -> list[list[int]]:
     """Returns the short prompts from which the engine, and transformers', decode."""
-    return [prompt_of(8, f"engine {index}", vocab_size).token_ids for index in range(batch_size)]
+    return [prompt_of(ENGINE_PROMPT, f"engine {index}", vocab_size).token_ids for index in range(batch_size)]
 
 
 def measure_engine(runners: dict[str, ModelRunner], setting: Setting) -> list[dict[str, Any]]:
     """Steps of the engine at every batch: their wall time, and what the host does in them beside waiting for tokens.
 
-    With overlap the host's work runs while the device computes; what it costs then shows in comparison with queued
-    forwards alone (`measure_decode`).
+    With overlap the host's work runs while the device computes; what it still costs is `between_s`, the difference to
+    queued forwards, which are timed right before and right after.
     """
     return [
         {
             "batch_size": size,
-            "arms": {
-                name: {
-                    "overlap": _steps(runner, size, setting, has_overlap=True),
-                    "no_overlap": _steps(runner, size, setting, has_overlap=False),
-                }
-                for name, runner in runners.items()
-            },
+            "arms": {name: _engine_facts(runner, size, setting) for name, runner in runners.items()},
         }
         for size in setting.batches
     ]
 
 
+def _engine_facts(runner: ModelRunner, batch_size: int, setting: Setting) -> dict[str, Any]:
+    before_s = _queued_forward(runner, batch_size, setting)
+    found: dict[str, Any] = {"overlap": _steps(runner, batch_size, setting, has_overlap=True)}
+    found["forward_s"] = (before_s + _queued_forward(runner, batch_size, setting)) / 2
+    found["no_overlap"] = _steps(runner, batch_size, setting, has_overlap=False)
+    for steps in (found["overlap"], found["no_overlap"]):
+        steps["between_s"] = steps["step_s"] - found["forward_s"]
+        steps["between"] = steps["between_s"] / steps["step_s"]
+    return found
+
+
+def _queued_forward(runner: ModelRunner, batch_size: int, setting: Setting) -> float:
+    """Returns seconds of one of many forwards at the middle of the engine's steps, queued behind each other."""
+    context = ENGINE_PROMPT + NUM_STEPS * setting.rounds // 2
+    reqs = filled_requests(runner, batch_size, context, setting.loaded.model.vocab_size)
+    batch = forward_batch(runner, ForwardMode.DECODE, reqs, [1] * batch_size)
+    times = time_queued({"": functools.partial(runner.forward, batch)}, setting.device, 4)
+    give_back(runner, reqs)
+    return times[""]["median_s"]
+
+
 def _steps(runner: ModelRunner, batch_size: int, setting: Setting, *, has_overlap: bool) -> dict[str, Any]:
     engine = OfflineEngine(runner, options=EngineOptions(has_overlap=has_overlap))
-    num_steps = 4 * setting.rounds
+    num_steps = NUM_STEPS * setting.rounds
     for ids in engine_prompts(batch_size, setting.loaded.model.vocab_size):
         engine.add(GenerationRequest(prompt_ids=ids, max_new_tokens=num_steps + 4))
     while engine.num_prefilling:
@@ -279,7 +302,7 @@ def measure_transformers(setting: Setting, dtype: torch.dtype) -> list[dict[str,
     found = []
     for size in setting.batches:
         prompts = engine_prompts(size, config.vocab_size)
-        pace = measure_generate_batch(model, prompts, num_new_tokens=4 * setting.rounds)
+        pace = measure_generate_batch(model, prompts, num_new_tokens=NUM_STEPS * setting.rounds)
         found.append({"batch_size": size, **pace})
         settle(setting.device)
     return found
@@ -354,8 +377,9 @@ def main() -> int:
     arguments = parser.parse_args()
     device = default_device()
     dtype = default_dtype(device)
-    # A profiler sees kernels only of graphs that were made after the first profile.
-    busy_time(lambda: torch.zeros(1, device=device), device)
+    if device.type == "cuda":
+        # A profiler sees kernels only of graphs that were made after the first profile.
+        spans_on_device(lambda: torch.zeros(1, device=device), device)
     setting = Setting(
         loaded=load_model(
             arguments.model,

@@ -272,6 +272,11 @@ def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return launch
 
 
+def keep_device_busy(seconds: float) -> None:
+    """Queues a kernel on the current CUDA stream that spins for about ``seconds``; it writes nothing."""
+    torch.cuda._sleep(int(seconds * 2e9))  # Clock cycles: at 2 GHz.
+
+
 def pool_token(handle: tuple[int, int]) -> Any:
     """Returns a pool handle as ``capture_begin`` wants it (a type of its own in the annotations only)."""
     return handle

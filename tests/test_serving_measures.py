@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_piecewise.comparison.serving.calls import NUM_QUEUED, BusyTime, busy_time, time_in_turns, time_queued
+from sgl_piecewise.comparison.serving.calls import (
+    NUM_QUEUED,
+    Gap,
+    busy_part,
+    measure_gap,
+    time_in_turns,
+    time_queued,
+)
 from sgl_piecewise.comparison.serving.transformers_batching import measure_generate_batch, reference_of
 from sgl_piecewise.models.shapes import named_shape
 from sgl_piecewise.runtime.errors import ConfigError
@@ -30,13 +37,10 @@ def test_calls_take_turns_and_each_is_called_once_before() -> None:
 
 
 def test_a_gap_is_the_part_of_a_call_without_the_device() -> None:
-    found = BusyTime.of_spans(10.0, [(18.0, 20.0), (12.0, 16.0), (13.0, 15.0), (15.0, 17.0)])
-    assert (found.busy_s, found.wall_s, found.gap) == (
-        pytest.approx(7e-6),
-        pytest.approx(10e-6),
-        pytest.approx(0.3),
-    )
-    assert busy_time(lambda: None, CPU) is None
+    found = busy_part([(18.0, 20.0), (12.0, 16.0), (13.0, 15.0), (15.0, 17.0)])
+    assert found == pytest.approx(7 / 8)
+    assert Gap(wall_s=2.0, device_s=1.5, busy_part=0.8).gap == pytest.approx(0.4)
+    assert measure_gap(lambda: None, CPU, 1) is None
 
 
 @pytest.mark.gpu
@@ -49,11 +53,13 @@ def test_a_wait_of_the_host_is_a_gap() -> None:
         time.sleep(0.02)
         torch.mm(a, a)
 
-    call()
-    found = busy_time(call, device)
+    found = measure_gap(call, device, 3)
     assert found is not None
-    assert found.wall_s - found.busy_s > 0.019
-    assert 0 < found.busy_s < 0.02
+    assert found.wall_s - found.device_s > 0.019
+    assert 0 < found.device_s < 0.02
+    assert found.gap > 0.5
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        measure_gap(lambda: torch.mm(a, a).cpu(), device, 1)
 
 
 class Batching:

@@ -3,6 +3,7 @@
 A call is timed in three ways. Its *latency* runs from an idle device to its last result. Its *host*
 time runs until it returns, the device still at work. *Queued*, several follow one another without a
 wait, and their latency is divided by their number: what a caller sees who never waits in between.
+Its *gap* is the part of the latency in which the device did not compute.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 
 from sgl_piecewise.runtime.stopwatch import stopwatch_for
+from sgl_piecewise.runtime.torch_private import keep_device_busy
 
 Call = Callable[[], Any]
 Spread = dict[str, float]
 
 NUM_QUEUED = 10
-_PROFILED = "sgl_piecewise: profiled call"
+_MOST_SPINS = 5
 
 
 def spread(times: list[float]) -> Spread:
@@ -69,77 +71,97 @@ def time_queued(calls: Mapping[str, Call], device: torch.device, num_rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class BusyTime:
-    """One call from an idle device, as a profiler saw it.
+class Gap:
+    """How much of one call from an idle device the device spends without work.
 
     Attributes:
-        busy_s: Seconds in which the device computed.
-        wall_s: Seconds from the call to the end of the last computation.
+        wall_s: Seconds of the call from an idle device to its last result; median.
+        device_s: The same behind other work, so that the device never waits for the host; median. Measured in turns
+            with ``wall_s``, each from a device that has rested: one that has been at work computes slower.
+        busy_part: The part of ``device_s`` in which a kernel or a copy ran, by a profiler's times on the device.
     """
 
-    busy_s: float
     wall_s: float
+    device_s: float
+    busy_part: float
 
     @property
     def gap(self) -> float:
-        """The part of the call in which the device did not compute."""
-        return 1 - self.busy_s / self.wall_s
-
-    @classmethod
-    def of_spans(cls, begin: float, spans: Iterable[tuple[float, float]]) -> BusyTime:
-        """Returns what a profile says.
-
-        Args:
-            begin: When the call began, in microseconds.
-            spans: Begin and end of each computation, in microseconds; they may overlap.
-        """
-        busy, end = 0.0, begin
-        for start, stop in sorted(spans):
-            busy += max(0.0, stop - max(start, end))
-            end = max(end, stop)
-        return cls(busy_s=busy / 1e6, wall_s=(end - begin) / 1e6)
+        """The part of the wall time in which the device did not compute."""
+        return 1 - self.device_s * self.busy_part / self.wall_s
 
 
-def busy_time(call: Call, device: torch.device, num_runs: int = 5) -> BusyTime | None:
-    """Returns the run of median gap: its busy and its wall time are of one call, at one clock rate of the device.
+def measure_gap(call: Call, device: torch.device, num_rounds: int) -> Gap | None:
+    """Measures what the host, and waits between kernels, add to the device's own time of a call.
 
-    A busy time beside the latency of other runs would not do: a device that was idle computes faster than one that
-    has been at work for a while.
+    Times under a profiler would not do for the first: it delays the launch. Nor would the time of calls that follow
+    one another: the clock rate of the device falls under load.
 
     Args:
-        call: What is profiled.
+        call: What is measured; called a few times more.
         device: Where it runs; None is returned for what is no GPU.
-        num_runs: How often.
+        num_rounds: How often each time is taken.
     """
     if device.type != "cuda":
         return None
-    runs = sorted((_profiled(call, device) for _ in range(num_runs)), key=lambda run: run.gap)
-    return runs[num_runs // 2]
+    call()
+    stopwatch = stopwatch_for(device)
+    samples, behind = [], []
+    for _ in range(num_rounds):
+        samples.append(stopwatch.measure(call))
+        behind.append(_seconds_behind_work(call, device, 2 * max(sample.host_s for sample in samples)))
+    return Gap(
+        wall_s=statistics.median(sample.latency_s for sample in samples),
+        device_s=statistics.median(behind),
+        busy_part=statistics.median(busy_part(spans_on_device(call, device)) for _ in range(5)),
+    )
 
 
-def _profiled(call: Call, device: torch.device) -> BusyTime:
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=activities) as profile:
-        with torch.profiler.record_function(_PROFILED):
-            call()
+def busy_part(spans: Iterable[tuple[float, float]]) -> float:
+    """Returns the part of the time from the first begin to the last end that is in a span; spans may overlap."""
+    ordered = sorted(spans)
+    begin = end = ordered[0][0]
+    busy = 0.0
+    for start, stop in ordered:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / (end - begin)
+
+
+def _seconds_behind_work(call: Call, device: torch.device, spin_s: float) -> float:
+    """Returns the device's time of a call that was launched while the device was kept at work."""
+    stream = torch.cuda.current_stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(_MOST_SPINS):
         torch.cuda.synchronize(device)
-    events = profile.events()
-    is_cuda = [event.device_type == torch.autograd.DeviceType.CUDA for event in events]
-    (begin,) = (
-        event.time_range.start
-        for event, on_device in zip(events, is_cuda, strict=True)
-        if event.name == _PROFILED and not on_device
+        keep_device_busy(spin_s)
+        begin.record(stream)
+        call()
+        end.record(stream)
+        was_ahead = not begin.query()
+        end.synchronize()
+        if was_ahead:
+            return begin.elapsed_time(end) / 1e3
+        spin_s *= 2
+    raise RuntimeError(
+        f"The call waits for the device, or takes the host over {spin_s / 2:.3f} s: its time on the device alone "
+        "cannot be measured."
     )
-    # The range itself has a span on the device, too.
-    return BusyTime.of_spans(
-        begin,
-        [
-            (event.time_range.start, event.time_range.end)
-            for event, on_device in zip(events, is_cuda, strict=True)
-            if on_device and event.name != _PROFILED
-        ],
-    )
+
+
+def spans_on_device(call: Call, device: torch.device) -> list[tuple[float, float]]:
+    """Returns begin and end of each kernel and copy of a call, in microseconds."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize(device)
+    # Without `acc_events` a first profile warns, of what happens after more than one cycle.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
 
 
 def measure_floors(device: torch.device) -> dict[str, float]:
