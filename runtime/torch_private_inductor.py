@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton_package
 
-from .torch_private_workers import start_workers
-
 # What Inductor imports in the middle of its first compile.
 _MODULES = (
     "torch._inductor.compile_fx",
@@ -69,10 +67,8 @@ def set_up_inductor() -> None:
     """Does what Inductor does once a process, whatever it compiles: its imports, its patterns, hashes of sources.
 
     Else its first compile would do it. The keys of its caches hold hashes of PyTorch's and Triton's sources,
-    which are read in a thread meanwhile; compile workers start beside all of it. What a version of PyTorch does not
-    have is left out.
+    which are read in a thread meanwhile. What a version of PyTorch does not have is left out.
     """
-    start_workers()
     _import_those_there(_MODULES)
     # After the imports: hashing Triton's sources imports some of it, and two threads that import can block each other.
     hashing = threading.Thread(target=_hash_sources, name="hash sources of torch and triton")
