@@ -49,7 +49,7 @@ from sgl_piecewise.comparison.benchmarking import (
     write_json,
 )
 from sgl_piecewise.comparison.tolerance import closeness, wide_model
-from sgl_piecewise.entry import import_compiler
+from sgl_piecewise.entry import import_compiler, start_compile_workers
 from sgl_piecewise.models import layers as layers_module
 from sgl_piecewise.models.decoder import Decoder
 from sgl_piecewise.models.loading import load_model
@@ -111,6 +111,7 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def load_subject(arguments: argparse.Namespace) -> Subject:
+    start_compile_workers(["inductor"])  # As the commands do; they come up while the model is loaded.
     device = default_device()
     dtype = default_dtype(device)
     loaded = load_model(arguments.model, device=device, dtype=dtype, num_layers=arguments.layers)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton_package
 
+from .torch_private_workers import are_workers_ready, start_workers
+
 # What Inductor imports in the middle of its first compile.
 _MODULES = (
     "torch._inductor.compile_fx",
@@ -67,8 +69,10 @@ def set_up_inductor() -> None:
     """Does what Inductor does once a process, whatever it compiles: its imports, its patterns, hashes of sources.
 
     Else its first compile would do it. The keys of its caches hold hashes of PyTorch's and Triton's sources,
-    which are read in a thread meanwhile. What a version of PyTorch does not have is left out.
+    which are read in a thread meanwhile; compile workers start beside all of it. What a version of PyTorch does not
+    have is left out.
     """
+    start_workers()
     _import_those_there(_MODULES)
     # After the imports: hashing Triton's sources imports some of it, and two threads that import can block each other.
     hashing = threading.Thread(target=_hash_sources, name="hash sources of torch and triton")
@@ -107,9 +111,9 @@ def kernels_in_threads() -> Iterator[None]:
     """Compiles Triton kernels of the block in threads of this process, from the moment that each is generated.
 
     Inductor compiles them one after the other where its pool of worker processes is not up, and it is not in the
-    first seconds. A thread fills what the kernel holds and Triton's folder; launchers are made where Inductor
-    makes them. Most of Triton's compiler runs without the interpreter's lock. Does nothing where Inductor was told
-    to compile one at a time (``compile_threads=1``) or where its pool is up.
+    first ten seconds or more. A thread fills what the kernel holds and Triton's folder; launchers are made where
+    Inductor makes them. Does nothing where Inductor was told to compile one at a time (``compile_threads=1``) or
+    where its workers are ready.
 
     Relies on ``AsyncCompile.triton`` being asked for each kernel, when it is generated (if ``use_process_pool()``
     is true) and again when the generated module is run, and on futures being waited for there.
@@ -117,7 +121,7 @@ def kernels_in_threads() -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if not has_triton_package() or interprets or get_compile_threads() < 2 or _is_pool_up(AsyncCompile):
+    if not has_triton_package() or interprets or get_compile_threads() < 2 or are_workers_ready():
         yield
         return
     plain_triton, plain_use = AsyncCompile.triton, vars(AsyncCompile)["use_process_pool"]
@@ -135,11 +139,6 @@ def kernels_in_threads() -> Iterator[None]:
         finally:
             AsyncCompile.triton = plain_triton  # type: ignore[method-assign]
             AsyncCompile.use_process_pool = plain_use  # type: ignore[method-assign]
-
-
-def _is_pool_up(async_compile: Any) -> bool:
-    ready = async_compile._ready_future
-    return ready is not None and bool(ready.done())
 
 
 class _Compiling:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sgl_piecewise.runtime.build_profile import profiled
@@ -107,6 +107,18 @@ def cell_name(compiler: str | Callable[..., Any], strategy: str) -> str:
     """Returns the name of a cell of the grid, for example ``tc_piecewise``."""
     name = compiler if isinstance(compiler, str) else getattr(compiler, "__name__", type(compiler).__name__)
     return f"{'tc' if name == 'inductor' else name}{SUFFIXES.get(strategy, '')}"
+
+
+def start_compile_workers(compilers: Iterable[object]) -> None:
+    """Starts what compilers have of worker processes, and returns at once: they come up while a model is loaded.
+
+    Args:
+        compilers: Names or callables that will compile; of others than Inductor nothing is started.
+    """
+    if any(compiler == "inductor" for compiler in compilers):
+        from sgl_piecewise.runtime.torch_private_workers import start_workers
+
+        start_workers()
 
 
 def import_compiler(compiler: str | Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from sgl_piecewise.entry import CELLS, start_compile_workers
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.capture.captured import ProgressCallback
@@ -83,6 +84,7 @@ def compare_language_model(
             f"The largest token count, {request.token_counts[-1]}, is over the largest capture size, "
             f"{options.capture_sizes[-1]}: no graph holds it. Leave it out or add a capture size."
         )
+    start_compile_workers(CELLS[name][0] for name in options.strategies if name in CELLS)
     clock = PhaseClock()
     with clock.phase("load"):
         loaded = load_model(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from sgl_piecewise.entry import start_compile_workers
 from sgl_piecewise.models.loading import LoadedModel, load_model
 from sgl_piecewise.runtime.batch.forward_mode import ForwardMode
 from sgl_piecewise.runtime.batch.request import LogprobRequest
@@ -93,6 +94,7 @@ def load_for(setup: EngineSetup) -> LoadedModel:
         MissingExtraError: What the kernels need is not installed.
         CheckpointError: The model cannot be loaded.
     """
+    start_compile_workers(strategy.compile for strategy in setup.plan.modes.values())
     return load_model(
         setup.model,
         device=setup.device,

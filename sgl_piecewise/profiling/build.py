@@ -16,7 +16,7 @@ import torch
 from sgl_piecewise.compiler.memory import pool_estimates
 from sgl_piecewise.compiler.options import options_from
 from sgl_piecewise.compiler.piece_compilers import piece_compiler_for
-from sgl_piecewise.entry import SUFFIXES, capture, compiled_forward, import_compiler
+from sgl_piecewise.entry import SUFFIXES, capture, compiled_forward, import_compiler, start_compile_workers
 from sgl_piecewise.models.loading import load_model
 from sgl_piecewise.runtime.attention.causal import CausalAttention
 from sgl_piecewise.runtime.build_profile import (
@@ -130,6 +130,7 @@ def profile_build(request: ProfileRequest) -> BuildProfile:
         CompileError: The model cannot be compiled.
         CaptureError: It cannot be captured.
     """
+    start_compile_workers(cell_of(request.strategy)[:1])
     clock = PhaseClock()
     with clock.phase("load"):
         loaded = load_model(

@@ -35,6 +35,8 @@ COMPUTE_CAPABILITY = 90
 SHARED_MEMORY_BYTES = 227 * 1024
 """What one block may take on that target: NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities"."""
 CPU = torch.device("cpu")
+WARM_UP = "triton_warm_up"
+"""The module of a kernel that is compiled and never launched."""
 
 
 class Compiled:
@@ -264,7 +266,8 @@ def modules_with_kernels() -> Iterator[str]:
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             if "@triton.jit" in path.read_text(encoding="utf-8"):
                 inner = path.relative_to(package.__path__[0]).with_suffix("")
-                yield ".".join((package.__name__, *inner.parts))
+                if inner.name != WARM_UP:
+                    yield ".".join((package.__name__, *inner.parts))
 
 
 def main(which: str) -> None:
