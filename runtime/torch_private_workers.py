@@ -53,7 +53,7 @@ def make_pool() -> Any:
     """
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
-    from .triton_warm_up import compile_one
+    from .torch_private_warm_up import compile_one
 
     pool = AsyncCompile.process_pool()
     if not _warm_ups:

@@ -11,7 +11,7 @@ import pytest
 _SCRIPT = """
 import concurrent.futures
 from sgl_piecewise.runtime import torch_private_workers
-from sgl_piecewise.runtime.triton_warm_up import num_compiled
+from sgl_piecewise.runtime.torch_private_warm_up import num_compiled
 
 pool = torch_private_workers.make_pool()
 assert torch_private_workers.make_pool() is pool
