@@ -122,10 +122,11 @@ def compile_graph(
         with span("link pieces", "link pieces"):
             forward = compile_and_stitch(split, piece_compiler, dump_folder=dump_folder)
         forward = refusing_capture(forward, findings)
+        runner = None
         if num_layers:
-            forward = with_layer_runner(forward, partial(compile_graph, options=options))
+            forward, runner = with_layer_runner(forward, partial(compile_graph, options=options))
         if drop_in is not None:
-            forward = drop_in.wrap(forward, split)
+            forward = drop_in.wrap(forward, split, runner)
         torch_private_tracing.forget_traced_inputs(split.graph)
         return refusing_autograd(forward, held)
 

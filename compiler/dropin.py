@@ -18,6 +18,7 @@ from sgl_piecewise.runtime.capture.flat_inputs import InputFacts
 from sgl_piecewise.runtime.capture.on_call import OnCallCapture
 from sgl_piecewise.runtime.mark_handles import has_handle
 
+from .layer_runner import LayerRunner, watching_layers
 from .padding import padding_of, reach_of_padding
 from .written_inputs import writes_of
 
@@ -52,12 +53,15 @@ class DropIn:
             self._reached = reach_of_padding(split, self._facts, policy)
             self._held = [*split.parameters(), *split.buffers()]
 
-    def wrap(self, forward: Callable[..., Any], split: GraphModule) -> Callable[..., Any]:
+    def wrap(
+        self, forward: Callable[..., Any], split: GraphModule, runner: LayerRunner | None = None
+    ) -> Callable[..., Any]:
         """Returns the forward as Dynamo is to call it.
 
         Args:
             forward: The compiled one.
             split: The graph of it, when all pieces are compiled: compilers add to what is known of sizes.
+            runner: Of its shared layers, if there are any.
 
         Raises:
             ConfigError: ``dynamic_dims`` or ``pad_values`` say what a named input cannot have.
@@ -74,7 +78,9 @@ class DropIn:
             held=self._held,
             is_borrowed=has_handle,
         )
-        return captured.__call__
+        if runner is None:
+            return captured.__call__
+        return watching_layers(captured.__call__, runner, captured.forget_recordings)
 
 
 def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFacts:

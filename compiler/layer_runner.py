@@ -16,6 +16,7 @@ import torch
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import CompileError
+from sgl_piecewise.runtime.mark import active_capture
 
 from .layer_sharing import forward_of, original_class
 from .traced_function import Backend, CompileState, TracedFunction, ready_to_trace
@@ -31,13 +32,19 @@ class LayerRunner:
     Args:
         backend: Compiles a trace of a layer.
         state: Shared with the compiled forward; one of its own if None.
+
+    Attributes:
+        is_watching: Whether layers in recordings are noted, for `are_layers_as_recorded`.
     """
 
     def __init__(self, backend: Backend, state: CompileState | None = None) -> None:
         self._backend = backend
+        self.is_watching = False
         self._state = CompileState() if state is None else state
         self._functions: dict[Callable[..., Any], TracedFunction] = {}
         self._layers: dict[int, weakref.ref[torch.nn.Module]] = {}
+        # Of layers that recordings hold, by what ran them: whether it would run them again.
+        self._checks: dict[tuple[int, Callable[..., Any]], list[Callable[[dict[str, Any]], bool]]] = {}
 
     def run(
         self,
@@ -71,7 +78,33 @@ class LayerRunner:
                 is_layer=True,
             )
         before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
-        return function(forward, layer, args, kwargs, before_trace=before_trace)
+        result = function(forward, layer, args, kwargs, before_trace=before_trace)
+        if self.is_watching and active_capture() is not None:
+            check = function.check_without((forward, layer, args, kwargs), ("args", "kwargs"))
+            if check is not None:
+                self._checks.setdefault((id(layer), forward), []).append(check)
+        return result
+
+    def are_layers_as_recorded(self) -> bool:
+        """Tells whether every layer that a recording holds would run again what was recorded of it.
+
+        A replay asks no guards, and those of the forward around the layers do not look into them.
+        """
+        if not self._checks:
+            return True
+        with without_autocast_cache():  # As around all that the guards were made for.
+            for (layer_id, forward), checks in self._checks.items():
+                layer = self._layers[layer_id]()
+                if layer is None:
+                    continue
+                values = {"forward": forward, "layer": layer}
+                if forward_of(layer) is not forward or not all(check(values) for check in checks):
+                    return False
+        return True
+
+    def forget_recordings(self) -> None:
+        """Drops what was noted of layers while recordings were made; those are gone."""
+        self._checks.clear()
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a compiled forward whose shared layers this runs.
@@ -97,6 +130,8 @@ class LayerRunner:
         this runner: without the layers' death to go by, all would live for ever.
         """
         del self._layers[layer_id]
+        for key in [key for key in self._checks if key[0] == layer_id]:
+            del self._checks[key]
         if not self._layers:
             self._functions.clear()
 
@@ -121,13 +156,39 @@ def current_layer_runner() -> LayerRunner:
     return runner
 
 
-def with_layer_runner(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """Returns a forward, compiled now, whose shared layers have a runner.
+def with_layer_runner(
+    forward: Callable[..., Any], backend: Backend
+) -> tuple[Callable[..., Any], LayerRunner | None]:
+    """Returns a forward, compiled now, whose shared layers have a runner; and the runner, if it is the forward's own.
 
     One that is present now will be present at every call, and the forward must not hold it: guards of layers hold
     the stack that they were made on, with the code of the forward in it, and all would live for ever.
     """
-    return forward if _RUNNER.get() is not None else LayerRunner(backend).around(forward)
+    if _RUNNER.get() is not None:
+        return forward, None
+    runner = LayerRunner(backend)
+    return runner.around(forward), runner
+
+
+def watching_layers(
+    captured: Callable[..., Any], runner: LayerRunner, forget_recordings: Callable[[], None]
+) -> Callable[..., Any]:
+    """Returns a forward that captures itself, without a replay of layers that have changed since.
+
+    Args:
+        captured: Runs the forward that the runner is around, or replays it.
+        runner: Of its shared layers.
+        forget_recordings: Makes ``captured`` record anew.
+    """
+    runner.is_watching = True
+
+    def call(*args: Any) -> Any:
+        if not runner.are_layers_as_recorded():
+            forget_recordings()
+            runner.forget_recordings()
+        return captured(*args)
+
+    return call
 
 
 def _call_layer(forward: Any, layer: Any, args: Any, kwargs: Any) -> Any:

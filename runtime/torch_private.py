@@ -287,6 +287,11 @@ def is_fake_type(kind: type) -> bool:
     return issubclass(kind, FakeTensor)
 
 
+def takes_part_in_dispatch(kind: type) -> bool:
+    """Tells whether a kind of tensor has code of its own for operators, which parameters, for one, have not."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
 def is_default_cpu_stream(stream: Any) -> bool:
     """Tells whether ``stream`` is the one that ``torch.cpu.current_stream()`` gives at start."""
     return stream is torch.cpu._default_cpu_stream

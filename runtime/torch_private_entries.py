@@ -46,6 +46,18 @@ class CompiledEntry:
         # Dynamo was reset.
         return self._guards.cache_entry is not None and bool(self._guards.check(values))
 
+    def check_without(self, parameters: Sequence[str]) -> Callable[[dict[str, Any]], bool]:
+        """Returns a function that tells whether the guards hold that are not about some parameters.
+
+        It takes what the other parameters are, by name. Guards of modes and other settings of the process are
+        among them. Relies on each guard's text naming what it looks at.
+        """
+        sources = [f"L['{name}']" for name in parameters]
+        kept = self._guards.root.clone_manager(
+            lambda manager: not any(source in manager.get_source() for source in sources)
+        )
+        return lambda values: bool(kept.check(values))
+
     def failed_guard(self, values: dict[str, Any]) -> str:
         """Returns the guards that fail first, as text; empty if none does."""
         info = self._guards.check_verbose(values)
@@ -91,13 +103,15 @@ def one_compile_for_all_sizes() -> Iterator[None]:
 
     Sizes 0 and 1 are as any other, and integers of modules become inputs once they vary. Floats stay constants:
     as inputs they would be host tensors, which a graph reads once. Dynamo's limit of compiles for one function,
-    beyond which it would give up, is off: who uses this counts compiles.
+    beyond which it would give up, is off: who uses this counts compiles. Guards look at the hooks of modules, which
+    Dynamo leaves out by default: layers that are equal but for a hook would share one trace.
     """
     with (
         symbolic_shapes_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
         dynamo_config.patch(
             allow_unspec_int_on_nn_module=True,
             specialize_float=True,
+            skip_nnmodule_hook_guards=False,
             recompile_limit=_NO_LIMIT,
             accumulated_recompile_limit=_NO_LIMIT,
         ),

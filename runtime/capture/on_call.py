@@ -393,6 +393,13 @@ class OnCallCapture:
 
     # Freeing
 
+    def forget_recordings(self) -> None:
+        """Takes every recording out of use: what they hold is no longer what the forward does."""
+        with self._tables:
+            for found in list(self._by_key.values()):
+                for captured in found:
+                    self._drop(captured)
+
     def _drop(self, captured: _Captured) -> None:
         """Takes a recording out of use and frees it, now or with the next capture."""
         with self._tables:

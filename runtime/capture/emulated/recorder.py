@@ -160,8 +160,8 @@ class Recorder(TorchDispatchMode):
         recording = self.recording
         if recording is None or torch_private.is_compiling_now():
             return func(*args, **kwargs)
-        # Views of another dtype announce plain tensors as if they were a subclass.
-        kinds = tuple(kind for kind in types if kind is not torch.Tensor)
+        # Views of another dtype, and `data` of a parameter, announce plain tensors as if they were a subclass.
+        kinds = tuple(kind for kind in types if torch_private.takes_part_in_dispatch(kind))
         if any(torch_private.is_fake_type(kind) for kind in kinds):
             return func(*args, **kwargs)
         if kinds:
