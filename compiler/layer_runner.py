@@ -17,8 +17,10 @@ from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark import active_capture
+from sgl_piecewise.runtime.torch_private_entries import CompiledEntry
 
 from .layer_sharing import forward_of, original_class
+from .layer_watch import RecordedLayer
 from .traced_function import Backend, CompileState, TracedFunction, ready_to_trace
 
 _RUNNER: contextvars.ContextVar[LayerRunner | None] = contextvars.ContextVar(
@@ -43,8 +45,9 @@ class LayerRunner:
         self._state = CompileState() if state is None else state
         self._functions: dict[Callable[..., Any], TracedFunction] = {}
         self._layers: dict[int, weakref.ref[torch.nn.Module]] = {}
-        # Of layers that recordings hold, by what ran them: whether it would run them again.
-        self._checks: dict[tuple[int, Callable[..., Any]], list[Callable[[dict[str, Any]], bool]]] = {}
+        # Layers in recordings, by what runs them.
+        self._recorded: dict[tuple[int, Callable[..., Any]], RecordedLayer] = {}
+        self._entries: dict[tuple[int, Callable[..., Any]], list[CompiledEntry]] = {}
 
     def run(
         self,
@@ -80,31 +83,35 @@ class LayerRunner:
         before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
         result = function(forward, layer, args, kwargs, before_trace=before_trace)
         if self.is_watching and active_capture() is not None:
-            check = function.check_without((forward, layer, args, kwargs), ("args", "kwargs"))
-            if check is not None:
-                self._checks.setdefault((id(layer), forward), []).append(check)
+            self._note(layer, forward, function.entry_for((forward, layer, args, kwargs)))
         return result
 
-    def are_layers_as_recorded(self) -> bool:
-        """Tells whether every layer that a recording holds would run again what was recorded of it.
+    def _note(self, layer: torch.nn.Module, forward: Callable[..., Any], entry: CompiledEntry | None) -> None:
+        """Notes a layer that is being recorded, and what ran it."""
+        entries = self._entries.setdefault((id(layer), forward), [])
+        if entry is not None and entry not in entries:
+            entries.append(entry)
+            self._recorded[id(layer), forward] = RecordedLayer(layer, entries, ("args", "kwargs"))
 
-        A replay asks no guards, and those of the forward around the layers do not look into them.
-        """
-        if not self._checks:
+    def are_layers_as_recorded(self) -> bool:
+        """Tells whether every layer that a recording holds would run again what was recorded of it."""
+        if not self._recorded:
             return True
         with without_autocast_cache():  # As around all that the guards were made for.
-            for (layer_id, forward), checks in self._checks.items():
+            for (layer_id, forward), recorded in self._recorded.items():
                 layer = self._layers[layer_id]()
                 if layer is None:
                     continue
-                values = {"forward": forward, "layer": layer}
-                if forward_of(layer) is not forward or not all(check(values) for check in checks):
+                if forward_of(layer) is not forward:
+                    return False
+                if not recorded.is_unchanged({"forward": forward, "layer": layer}):
                     return False
         return True
 
     def forget_recordings(self) -> None:
         """Drops what was noted of layers while recordings were made; those are gone."""
-        self._checks.clear()
+        self._recorded.clear()
+        self._entries.clear()
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a compiled forward whose shared layers this runs.
@@ -130,8 +137,8 @@ class LayerRunner:
         this runner: without the layers' death to go by, all would live for ever.
         """
         del self._layers[layer_id]
-        for key in [key for key in self._checks if key[0] == layer_id]:
-            del self._checks[key]
+        for key in [key for key in self._recorded if key[0] == layer_id]:
+            del self._recorded[key], self._entries[key]
         if not self._layers:
             self._functions.clear()
 

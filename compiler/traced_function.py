@@ -162,20 +162,9 @@ class TracedFunction:
             run = self._trusted[key] = entry.run
         return run(*values)
 
-    def check_without(
-        self, values: tuple[Any, ...], parameters: Sequence[str]
-    ) -> Callable[[dict[str, Any]], bool] | None:
-        """Returns what tells whether a call like this one would run what this one runs, whatever some arguments are.
-
-        Args:
-            values: The arguments of a call that was compiled.
-            parameters: Names of those that do not count.
-
-        Returns:
-            Takes the other arguments, by name; None where nothing fits the call any more.
-        """
-        entry = self._fitting(values)
-        return None if entry is None else entry.check_without(parameters)
+    def entry_for(self, values: tuple[Any, ...]) -> torch_private_entries.CompiledEntry | None:
+        """Returns what a call with these arguments runs; None where it would be traced."""
+        return self._fitting(values)
 
     def _fitting(self, values: tuple[Any, ...]) -> torch_private_entries.CompiledEntry | None:
         named = dict(zip(self._parameters, values, strict=True))

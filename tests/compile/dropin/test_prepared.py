@@ -1,0 +1,99 @@
+"""Prepared models (`compile_layers_once`) whose layers change after they were recorded: Dynamo's guards do not look there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sgl_piecewise import capture, compile_layers_once
+
+from .support import drop_in, total
+
+
+class Block(nn.Module):
+    """A layer of parts, with a number and a name that decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.factor = 1.0
+        self.activation = "relu"
+        self.added: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = getattr(torch, self.activation)(self.inner(x)) * self.factor
+        return x + y if self.added is None else x + y + self.added(x)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def fixed(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def doubles(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def new_linear(**options: Any) -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(4, 4, **options)
+
+
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "number": lambda layer: setattr(layer, "factor", 3.0),
+    "name": lambda layer: setattr(layer, "activation", "tanh"),
+    "weight given other memory": lambda layer: setattr(layer.inner.weight, "data", fixed(4, 4)),
+    "weight replaced": lambda layer: setattr(layer.inner, "weight", nn.Parameter(fixed(4, 4))),
+    "bias gone": lambda layer: setattr(layer.inner, "bias", None),
+    "module replaced": lambda layer: setattr(layer, "inner", new_linear()),
+    "module added": lambda layer: setattr(layer, "added", new_linear(bias=False)),
+    "hook inside": lambda layer: layer.inner.register_forward_hook(doubles),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_changed_is_not_replayed_as_it_was(change: str) -> None:
+    """huggingface/diffusers#9279, chengzeyi/stable-fast#75, pytorch/pytorch#117758: adapters that were swapped in,
+    weights that were given other memory, and hooks did nothing to a model that was compiled already."""
+    torch.manual_seed(0)
+    model = Stack()
+    eager = copy.deepcopy(model)
+    compiled = drop_in(compile_layers_once(model))
+
+    def assert_equal_to_eager() -> None:
+        before = total("num_replays")
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(compiled(x), eager(x), rtol=0, atol=0)
+        assert total("num_replays") > before
+
+    assert_equal_to_eager()
+    for one in (model, eager):
+        CHANGES[change](one.layers[1])
+    assert_equal_to_eager()
+
+
+def test_layers_that_are_equal_but_for_a_hook_do_not_share_a_trace() -> None:
+    """pytorch/pytorch#117758: hooks are not guarded on, so layers with and without one looked equal."""
+    torch.manual_seed(0)
+    model = Stack()
+    model.layers[1].inner.register_forward_hook(doubles)
+    x = torch.randn(2, 4)
+    expected = model(x)
+    torch.testing.assert_close(capture(model, (x,), compile="fx")(x), expected, rtol=0, atol=0)
+    torch.testing.assert_close(drop_in(compile_layers_once(model))(x), expected, rtol=0, atol=0)
