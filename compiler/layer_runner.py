@@ -15,7 +15,7 @@ import torch
 
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
-from sgl_piecewise.runtime.errors import CompileError
+from sgl_piecewise.runtime.errors import CaptureForbiddenError, CompileError
 from sgl_piecewise.runtime.mark import active_capture
 from sgl_piecewise.runtime.torch_private_entries import CompiledEntry
 
@@ -65,6 +65,9 @@ class LayerRunner:
             tensors: The tensors among the arguments.
             args: Positional arguments.
             kwargs: Keyword arguments.
+
+        Raises:
+            CaptureForbiddenError: A recording that goes on would leave out what the layer does besides computing.
         """
         if id(layer) not in self._layers:
             self._layers[id(layer)] = weakref.ref(
@@ -80,9 +83,16 @@ class LayerRunner:
                 state=self._state,
                 is_layer=True,
             )
+        is_recorded = self.is_watching and active_capture() is not None
+        if is_recorded and function.python_effects:
+            raise CaptureForbiddenError(
+                f"Layer {function.name} changes {', '.join(dict.fromkeys(function.python_effects))} whenever it runs, "
+                "and a replay runs no Python. Keep such a value in a buffer and write it in place, change it in a "
+                "function marked @eager_on_graph, or compile the model without compile_layers_once."
+            )
         before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
         result = function(forward, layer, args, kwargs, before_trace=before_trace)
-        if self.is_watching and active_capture() is not None:
+        if is_recorded:
             self._note(layer, forward, function.entry_for((forward, layer, args, kwargs)))
         return result
 

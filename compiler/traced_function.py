@@ -109,6 +109,9 @@ class TracedFunction:
         name: For errors, and for Dynamo's own messages.
         state: Shared by the functions of one compiled forward.
         is_layer: Whether a trace counts as one of a layer.
+
+    Attributes:
+        python_effects: What of Python's objects a call changes, over all traces.
     """
 
     def __init__(
@@ -125,8 +128,11 @@ class TracedFunction:
         self._function = torch_private_entries.with_own_code(function, name)
         self._parameters = tuple(inspect.signature(function).parameters)
         held: list[list[Callable[..., Any]]] = []
+        self.python_effects: list[str] = []
         self._compiled = torch.compile(
-            self._function, backend=_counted(backend, state, is_layer, held), fullgraph=True
+            self._function,
+            backend=_counted(backend, state, is_layer, held, self.python_effects),
+            fullgraph=True,
         )
         weakref.finalize(self, _release, self._function.__code__, held)
         self._state = state
@@ -250,7 +256,11 @@ def _release(code: types.CodeType, held: list[list[Callable[..., Any]]]) -> None
 
 
 def _counted(
-    backend: Backend, state: CompileState, is_layer: bool, held: list[list[Callable[..., Any]]]
+    backend: Backend,
+    state: CompileState,
+    is_layer: bool,
+    held: list[list[Callable[..., Any]]],
+    python_effects: list[str],
 ) -> Backend:
     """Returns a backend that counts its traces, tells the clock what the time goes into, and notes what it made."""
 
@@ -259,6 +269,7 @@ def _counted(
             state.counts.num_layer_traces += 1
         else:
             state.counts.num_traces += 1
+        python_effects.extend(torch_private_entries.python_effects())
         with state.clock.phase(COMPILE_PIECES):
             forward = [backend(gm, example_inputs)]
         held.append(forward)

@@ -15,7 +15,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import decorators, exc
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -151,6 +151,20 @@ def is_last_compile() -> bool:
     """Tells, inside a backend, whether Dynamo will give up on this function instead of compiling it once more."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and (compile_id.frame_compile_id or 0) + 1 == dynamo_config.recompile_limit
+
+
+def python_effects() -> list[str]:
+    """Returns, inside a backend, what besides tensors the traced function changes of what was there before, as text.
+
+    Relies on the table from which Dynamo writes the code that makes these changes after the graph has run.
+    """
+    effects = InstructionTranslator.current_tx().output.side_effects
+    found = []
+    for variable in effects.id_to_variable.values():
+        if effects.is_modified(variable) and variable.source is not None:
+            names = effects.store_attr_mutations.get(variable, {})
+            found += [f"{variable.source.name}.{name}" for name in names] or [str(variable.source.name)]
+    return found
 
 
 def failure_inside_backend(error: Exception) -> Exception:

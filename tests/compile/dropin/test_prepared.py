@@ -12,7 +12,7 @@ from torch import nn
 
 from sgl_piecewise import capture, compile_layers_once
 
-from .support import drop_in, total
+from .support import drop_in, failures, total
 
 
 class Block(nn.Module):
@@ -97,3 +97,34 @@ def test_layers_that_are_equal_but_for_a_hook_do_not_share_a_trace() -> None:
     expected = model(x)
     torch.testing.assert_close(capture(model, (x,), compile="fx")(x), expected, rtol=0, atol=0)
     torch.testing.assert_close(drop_in(compile_layers_once(model))(x), expected, rtol=0, atol=0)
+
+
+class Counting(nn.Module):
+    """A layer that changes itself whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.num_calls = 0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.last = self.inner(x)
+        return x + self.last
+
+
+def test_what_a_layer_does_besides_computing_is_not_left_out_by_a_replay() -> None:
+    """pytorch/pytorch#114844: an attribute kept the tensor of the capture; here it and a counter are those of eager."""
+    torch.manual_seed(0)
+    model = Stack()
+    model.layers = nn.ModuleList(Counting() for _ in range(3))
+    eager = copy.deepcopy(model)
+    compiled = drop_in(compile_layers_once(model))
+    for count in range(1, 5):
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0, atol=0)
+        for layer, expected in zip(model.layers, eager.layers, strict=True):
+            assert layer.num_calls == expected.num_calls == count
+            torch.testing.assert_close(layer.last, expected.last, rtol=0, atol=0)
+    assert failures() and all("num_calls" in message and "replay" in message for message in failures())
