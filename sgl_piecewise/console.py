@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -35,7 +37,14 @@ ShowsTraceback = Annotated[bool, typer.Option("--traceback", help="Show where an
 
 @contextlib.contextmanager
 def errors_as_messages(shows_traceback: bool) -> Iterator[None]:
-    """Turns errors that say what to do into one message and an exit code."""
+    """Turns errors that say what to do into one message and an exit code.
+
+    What the terminal or file has no character for is spelled out from now on: it is no error of this program, and
+    would end it in the middle of a text.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         yield
     except KeyboardInterrupt:

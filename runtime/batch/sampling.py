@@ -5,7 +5,6 @@ Padding never touches them: padded rows are cut off before anything is sampled.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ..errors import ConfigError
 
 NO_TOP_K = -1
+_LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class SamplingParams:
     """How one request's tokens are chosen.
 
     Attributes:
-        temperature: Divides the logits; 0 takes the largest (greedy).
+        temperature: Divides the logits, in float32; 0 takes the largest (greedy).
         top_k: Only this many largest logits count; `NO_TOP_K` counts all.
         top_p: Only the most likely tokens that make up this probability count; in (0, 1].
         seed: Of its random draws: equal seeds and equal logits give equal tokens, in any batch.
@@ -35,8 +35,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature!r}.")
+        if not 0 <= self.temperature <= _LARGEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature must be from 0 (greedy) to {_LARGEST_TEMPERATURE:.3g}, got {self.temperature!r}."
+            )
         if type(self.top_k) is not int or (self.top_k != NO_TOP_K and not 1 <= self.top_k < 2**31):
             raise ConfigError(
                 f"top_k must be a whole number of at least 1, or {NO_TOP_K} for all, got {self.top_k!r}."

@@ -45,9 +45,12 @@ def sample(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Te
 
 def _draw(logits_BV: torch.Tensor, sampling: BatchSampling, lengths_B: torch.Tensor) -> torch.Tensor:
     num_tokens = logits_BV.shape[-1]
-    temperature_B1 = torch.where(sampling.temperatures > 0, sampling.temperatures, 1.0).unsqueeze(1)
+    # No divisor is too small: the largest logit becomes 0 whatever it is divided by, and nothing overflows upwards.
+    temperature_B1 = torch.where(sampling.temperatures > 0, sampling.temperatures, 1.0)
+    temperature_B1 = temperature_B1.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     # A stable sort: equal logits keep the order of their ids, on every device.
-    ordered_BV, ids_BV = torch.sort(logits_BV / temperature_B1, dim=-1, descending=True, stable=True)
+    ordered_BV, ids_BV = torch.sort(logits_BV, dim=-1, descending=True, stable=True)
+    ordered_BV = (ordered_BV - ordered_BV[:, :1]) / temperature_B1
     rank_V = torch.arange(num_tokens, device=logits_BV.device)
     top_k_B1 = torch.where(sampling.top_ks > 0, sampling.top_ks, num_tokens).unsqueeze(1)
     ordered_BV = ordered_BV.masked_fill(rank_V >= top_k_B1, -torch.inf)

@@ -1,6 +1,12 @@
-"""What the command shows while it generates: text as it comes, and one closing line."""
+"""What the command shows while it generates: text as it comes, and one closing line.
+
+Generated text is written as it is, tabs and line ends included: it may be a file that somebody keeps. Only a
+terminal gets control characters spelled out, since it would obey them.
+"""
 
 from __future__ import annotations
+
+import re
 
 from rich.console import Console
 from rich.text import Text
@@ -11,6 +17,8 @@ from sgl_piecewise.runtime.records import PhaseClock
 from .engine import OfflineEngine
 from .logprobs import TokenLogprob
 from .requests import FinishReason, TokenEvent
+
+_OBEYED = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 class TokenPrinter:
@@ -45,7 +53,7 @@ class TokenPrinter:
             lines.append(self._logprob_line(event.logprob, "new"))
         self._logprobs.setdefault(event.request_id, []).extend(lines)
         if self._is_single:
-            self._console.print(Text(text), end="", soft_wrap=True)
+            self._write(text)
         else:
             self._pending.setdefault(event.request_id, []).append(text)
         if event.error is not None:
@@ -67,8 +75,16 @@ class TokenPrinter:
 
     def _print_whole(self, name: str, reason: FinishReason) -> None:
         title = Text.assemble((name, "bold"), f" ({reason.value}): ")
-        self._console.print(title + Text("".join(self._pending.pop(name))), soft_wrap=True)
+        self._console.print(title, end="", soft_wrap=True)
+        self._write("".join(self._pending.pop(name)) + "\n")
         self._print_logprobs(name)
+
+    def _write(self, text: str) -> None:
+        """Writes generated text, which the console would lay out: it makes spaces of tabs and drops line ends."""
+        if self._console.is_terminal:
+            text = _OBEYED.sub(lambda found: f"\\x{ord(found.group()):02x}", text)
+        self._console.file.write(text)
+        self._console.file.flush()
 
     def _print_logprobs(self, name: str) -> None:
         for line in self._logprobs.pop(name, []):

@@ -60,6 +60,8 @@ class GenerationRequest:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}.")
         if isinstance(self.stop_texts, str):
             raise ConfigError(f"stop_texts must be a tuple of texts, got the text {self.stop_texts!r}.")
+        if not all(isinstance(text, str) for text in self.stop_texts):
+            raise ConfigError(f"stop_texts must be texts, got {self.stop_texts!r}.")
         try:
             for token_id in self.stop_token_ids:
                 operator.index(token_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os.path
+
 from sgl_piecewise.models.tokenizer import Tokenizer
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"
@@ -47,10 +49,11 @@ class TextStream:
         # Tokens before are decoded along, for spaces and characters that only show in company.
         before = self._tokenizer.decode(self._token_ids[self._begin : self._read])
         now = self._tokenizer.decode(self._token_ids[self._begin :])
-        if len(now) <= len(before) or (now.endswith(_UNREADABLE) and not is_last):
+        if now == before or (now.endswith(_UNREADABLE) and not is_last):
             return ""
         self._begin, self._read = self._read, len(self._token_ids)
-        return now[len(before) :]
+        # Some tokenizers take a space back before a full stop. It is with the reader already; the full stop is not.
+        return now[len(os.path.commonprefix((before, now))) :]
 
     def _hand_out(self, new: str, *, is_last: bool) -> str:
         if self.has_stopped:

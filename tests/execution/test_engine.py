@@ -250,6 +250,7 @@ def test_numbered_names_step_over_names_that_are_taken() -> None:
     ("fields", "words"),
     [
         ({"stop_texts": "abc"}, "tuple of texts"),
+        ({"stop_texts": ("abc", 5)}, "must be texts"),
         ({"max_new_tokens": 1.0}, "max_new_tokens"),
         ({"stop_token_ids": 5}, "set of token ids"),
         ({"stop_token_ids": {"</s>"}}, "set of token ids"),
@@ -257,6 +258,7 @@ def test_numbered_names_step_over_names_that_are_taken() -> None:
         ({"sampling": {"top_k": 1.5}}, "top_k"),
         ({"sampling": {"top_k": 2**31}}, "top_k"),
         ({"sampling": {"temperature": float("nan")}}, "temperature"),
+        ({"sampling": {"temperature": 1e39}}, "temperature"),
         ({"sampling": {"top_p": float("nan")}}, "top_p"),
     ],
 )
@@ -353,6 +355,20 @@ def test_text_is_held_back_inside_a_character() -> None:
     assert stream.text == "aéb"
     assert stream.push(60) == ""
     assert stream.flush() == "\ufffd"
+
+
+def test_a_tokenizer_that_takes_a_space_back_costs_no_text() -> None:
+    """drumih/turbo-fieldfare#118: a decoder joins a full stop to the word before, and the stop was never streamed."""
+
+    class Joining(Letters):
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "".join({50: " ", 51: "."}.get(one, chr(97 + one % 26)) for one in ids).replace(" .", ".")
+
+    for ids in ([0, 50, 51, 1], [50, 51], [0, 50, 50, 51]):
+        stream = TextStream(Tokenizer(backend=Joining()))
+        text = "".join(map(stream.push, ids)) + stream.flush()
+        expected = Joining().decode(ids, skip_special_tokens=True)
+        assert text.replace(" ", "") == expected.replace(" ", "")
 
 
 def test_a_stop_text_over_several_tokens_is_never_handed_out() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sgl_piecewise import cli
-from sgl_piecewise.console import EXIT_INTERRUPTED, EXIT_REQUEST
+from sgl_piecewise.console import EXIT_INTERRUPTED, EXIT_REQUEST, errors_as_messages
 from sgl_piecewise.generation.engine import OfflineEngine
+from sgl_piecewise.generation.printing import TokenPrinter
+from sgl_piecewise.generation.requests import FinishReason, TokenEvent
+from sgl_piecewise.models.tokenizer import Tokenizer
 from sgl_piecewise.models.weights.random import random_decoder
 
 from .support import ctrl_c_raises
@@ -42,6 +47,31 @@ def test_tokens_are_the_same_with_graphs_and_without_and_the_closing_line_says_w
     assert "by decode full" in with_graphs.stderr
     assert "by extend breakable" in with_graphs.stderr
     assert "mixed by extend none" in without.stderr
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_generated_text_is_written_as_it_is(num_prompts: int, is_terminal: bool) -> None:
+    """Textualize/rich#3672, blacklanternsecurity/bbot#3258: tabs became spaces; a terminal obeyed control characters."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, color_system=None, width=20)
+    printer = TokenPrinter(console, num_prompts=num_prompts, tokenizer=Tokenizer(backend=None))
+    for text, reason in (("if x:\n\ty = [b]1[/b]\r\n\x1b[2J", None), (" " + "long " * 9, FinishReason.LENGTH)):
+        printer(TokenEvent(request_id="one", token_id=1, text=text, finish_reason=reason))
+    printer.close()
+    escape = "\\x1b[2J" if is_terminal else "\x1b[2J"
+    text = f"if x:\n\ty = [b]1[/b]\r\n{escape} " + "long " * 9 + "\n"
+    assert file.getvalue() == text if num_prompts == 1 else file.getvalue().endswith(f"(length): {text}")
+
+
+def test_what_a_terminal_has_no_character_for_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """abhiksark/pythonlings#73: where stdout was ASCII, the first other character ended the command."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with errors_as_messages(False):
+        printer = TokenPrinter(Console(), num_prompts=1, tokenizer=Tokenizer(backend=None))
+        printer(TokenEvent(request_id="one", token_id=1, text="né\N{SNOWMAN}", finish_reason=FinishReason.LENGTH))
+    assert written.getvalue() == b"n\\xe9\\u2603\n"
 
 
 def test_without_overlap_the_output_is_the_same() -> None:

@@ -36,6 +36,15 @@ def test_greedy_takes_the_largest_also_beside_random_requests() -> None:
     assert tokens[2] == scores[2].argmax()
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-38, 1e-39, 1e-44, 1e-50])
+def test_a_temperature_near_zero_takes_the_largest(temperature: float) -> None:
+    """vllm-project/vllm#1623, #2937: logits over a tiny temperature overflowed; the texts were empty or an error."""
+    scores = logits(8)
+    scores[:, 10:20] = -torch.inf
+    tokens = sample(scores, batch_of([SamplingParams(temperature=temperature)] * 8), torch.arange(8))
+    assert torch.equal(tokens, scores.argmax(-1))
+
+
 def test_frequencies_follow_the_softmax() -> None:
     scores = torch.tensor([0.0, 1.0, 2.0, -1.0])
     count = 20_000
