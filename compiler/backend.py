@@ -127,7 +127,7 @@ def compile_graph(
         if drop_in is not None:
             forward = drop_in.wrap(forward, split)
         torch_private_tracing.forget_traced_inputs(split.graph)
-        return refusing_autograd(forward, held)
+        return refusing_autograd(forward, example_inputs, held)
 
 
 def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -360,8 +360,8 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(*group)
 
 
-copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
-"""Copies into each of the first the second at its place; one call costs the host less than one per tensor."""
+copy_each: Callable[..., None] = torch._foreach_copy_
+"""Copies into each tensor of a first sequence that of a second; it costs the host less than a call for each."""
 
 
 AddressCheck = Callable[[list[Any], list[int | None], list[int]], bool]

@@ -87,7 +87,7 @@ def _replay_of(
 ) -> Replay:
     pool = recording.pool
     lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
-    if inputs.only_copy is not None and outputs.is_one_clone:
+    if inputs.only_copy is not None and outputs.are_clones and len(recording.outputs) == 1:
         target, place = inputs.only_copy
 
         def replay_one(args: Sequence[Any]) -> Sequence[Any]:
@@ -104,9 +104,10 @@ def _replay_of(
     copy_in, copy_back, of_call, own_storages = (
         inputs.copy_in,
         inputs.copy_back if inputs.has_written else None,
-        outputs.of_call,
+        None if outputs.are_clones else outputs.of_call,
         outputs.own_storages,
     )
+    clone = torch.Tensor.clone
     is_padded = inputs.is_padded if inputs.size is not None else None
 
     def replay(args: Sequence[Any]) -> Sequence[Any]:
@@ -120,6 +121,8 @@ def _replay_of(
             counts.num_replays += 1
             if is_padded is not None:
                 counts.num_padded += is_padded(args)
+            if of_call is None:
+                return list(map(clone, recording.outputs))
             return of_call(args, recording.outputs)
 
     return replay

@@ -35,7 +35,7 @@ class FlatOutputs:
 
     Attributes:
         own_storages: Of the graph memory that calls get.
-        is_one_clone: Whether a call's outputs are a copy of the recording's one output.
+        are_clones: Whether each output of a call is a copy of that of the recording.
         of_call: Gives a call's outputs after a replay, from the call's inputs and the recording's outputs.
     """
 
@@ -76,13 +76,8 @@ class FlatOutputs:
             else:
                 steps.update(self._shared(members, outputs))
         self.own_storages = frozenset(own)
-        are_clones = num_clones == len(outputs)
-        self.is_one_clone = are_clones and len(outputs) == 1
-        self.of_call: _OfCall = (
-            _clone_all
-            if are_clones
-            else _follow([steps[index] for index in range(len(outputs))], self._memories, padding)
-        )
+        self.are_clones = num_clones == len(outputs)
+        self.of_call = _follow([steps[index] for index in range(len(outputs))], self._memories, padding)
 
     def _refuse_padded_view(self, output: torch.Tensor, inputs: Sequence[Any], index: int) -> None:
         if self._padding is not None and index in self._padding.dims and output is not inputs[index]:
@@ -127,10 +122,6 @@ class _SharedMemory:
         return (
             bytes_of(member, member.data_ptr() + self.shift_bytes, self.num_bytes).clone().untyped_storage()
         )
-
-
-def _clone_all(args: Sequence[Any], recorded: Sequence[torch.Tensor]) -> list[Any]:
-    return list(map(torch.Tensor.clone, recorded))
 
 
 def _follow(steps: Sequence[_Step], shared: Sequence[_SharedMemory], padding: CallPadding | None) -> _OfCall:
