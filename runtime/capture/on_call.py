@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from .. import torch_private
-from ..errors import CaptureError
 from ..mark import active_capture, active_capture_getter
 from ..records import CallStats
+from .call_capture import run_before_capture
 from .call_padding import GUARDED, CallPadding
 from .call_policy import CallPolicy
 from .call_replay import CapturedCall, ReplayCounts
@@ -272,21 +272,16 @@ class OnCallCapture:
     # Capturing
 
     def _capture(self, key: Any, args: tuple[Any, ...], size: int | None) -> Sequence[Any]:
-        """Runs the call and records its shape; what cannot be recorded runs as it is from now on.
-
-        At a capture size the call runs padded already, as replays will: kernels that look at sizes are ready then.
-        """
+        """Runs the call and records its shape; what cannot be recorded runs as it is from now on."""
         pool = self._pool_for_capture()
         is_done = False
         try:
-            caller = _current_stream(self._facts.device)
             with pool.exclusive("capture"):
                 pool.order_after_last_use()
                 self._free_dead()
-                with pool.on_capture_stream():
-                    padded = self._padded_inputs(args, size)
-                    outputs = self._forward(*args) if padded is None else self._run_padded(padded, args)
-            _used_on(caller, outputs)
+                outputs, padded = run_before_capture(
+                    pool, self._forward, self._facts, args, padding=self._padding, size=size
+                )
             try:
                 captured = self._record(pool, args, padded)
             except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
@@ -300,29 +295,6 @@ class OnCallCapture:
                 if not is_done:  # The forward raised: another call captures.
                     self._counted[key] = count - 1
         return outputs
-
-    def _padded_inputs(self, args: tuple[Any, ...], size: int | None) -> FlatInputs | None:
-        """Returns buffers of a capture size that hold a call's inputs; None where the call is captured as it is."""
-        if size is None or share_memory(self._facts, args):
-            return None
-        try:
-            return FlatInputs(self._facts, args, padding=self._padding, size=size)
-        except CaptureError:
-            return None  # The recording meets the same error, when the call is done.
-
-    def _run_padded(self, inputs: FlatInputs, args: tuple[Any, ...]) -> Sequence[Any]:
-        """Runs the forward at a capture size, on the buffers that it will be recorded with."""
-        outputs = list(self._forward(*inputs.views))
-        if inputs.has_written:
-            inputs.copy_back(args, frozenset())
-        plan_for = partial(
-            FlatOutputs, outputs, inputs.views, owns=lambda _: True, is_copied=True, padding=self._padding
-        )
-        try:
-            plan = plan_for(inputs.aliases)
-        except CaptureError:
-            plan = plan_for({})  # Copies all; the recording meets the same error.
-        return plan.of_call(args, outputs)
 
     def _pool_for_capture(self) -> GraphPool:
         with self._tables:
@@ -409,15 +381,3 @@ def _forget(forward: Any, captured: Any, _: Any) -> None:
     alive, recorded = forward(), captured()
     if alive is not None and recorded is not None:
         alive._drop(recorded)
-
-
-def _current_stream(device: torch.device | None) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-
-
-def _used_on(stream: torch.cuda.Stream | None, outputs: Sequence[Any]) -> None:
-    """Tells the allocator that results of work on the capture stream are used on the caller's."""
-    if stream is not None:
-        for output in outputs:
-            if isinstance(output, torch.Tensor) and output.is_cuda:
-                output.record_stream(stream)
