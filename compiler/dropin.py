@@ -79,8 +79,8 @@ class DropIn:
             is_borrowed=has_handle,
         )
         if runner is None:
-            return captured.__call__
-        return watching_layers(captured.__call__, runner, captured.forget_recordings)
+            return captured.entry()
+        return watching_layers(captured.entry(), runner, captured.forget_recordings)
 
 
 def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFacts:
@@ -129,10 +129,15 @@ def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFac
         static=tuple(static),
         copied=tuple(copied),
         keyed=tuple(keyed),
+        are_integers=all(_is_integer(inputs[index].meta["example_value"]) for index in keyed),
         varying=tuple(varying),
         written=frozenset(writes.written).difference(keyed),
         refusal=refusal,
     )
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) in (int, torch.SymInt)
 
 
 def _devices(split: GraphModule) -> list[torch.device]:

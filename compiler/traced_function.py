@@ -22,6 +22,7 @@ import torch
 
 from sgl_piecewise.runtime import torch_private_entries
 from sgl_piecewise.runtime.errors import CompileError, RecompileError, SglPiecewiseError
+from sgl_piecewise.runtime.garbage import collection_paused
 from sgl_piecewise.runtime.records import COMPILE_PIECES, FIRST_RUN, TRACE, LapClock
 from sgl_piecewise.runtime.time_line import span
 
@@ -191,7 +192,7 @@ class TracedFunction:
             self._state.fallbacks[self.name] += 1
             return self._function(*values)
         phase = self._state.clock.phase(TRACE)
-        with self._lock, torch_private_entries.one_compile_for_all_sizes(), phase:
+        with self._lock, torch_private_entries.one_compile_for_all_sizes(), collection_paused(), phase:
             token = _COUNTS.set(self._state.counts)
             try:
                 return self._compiled(*before_trace(*values))
