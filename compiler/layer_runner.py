@@ -108,8 +108,9 @@ class LayerRunner:
         if not self._recorded:
             return True
         with without_autocast_cache():  # As around all that the guards were made for.
-            for (layer_id, forward), recorded in self._recorded.items():
-                layer = self._layers[layer_id]()
+            for (layer_id, forward), recorded in list(self._recorded.items()):  # Another thread may capture.
+                alive = self._layers.get(layer_id)
+                layer = None if alive is None else alive()
                 if layer is None:
                     continue
                 if forward_of(layer) is not forward:

@@ -1,7 +1,7 @@
 """Compiles the pieces of a split forward and links them and its marks into one callable.
 
 One invariant: what runs, runs in the order of the split module. A piece whose inputs share memory, and
-which writes one of them, runs as FX whatever was asked: compilers take inputs for distinct memory.
+which may write one of them, runs as FX whatever was asked: compilers take inputs for distinct memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sgl_piecewise.passes.split_at_marks import pieces_of
+from sgl_piecewise.passes.writes import may_write
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError
 from sgl_piecewise.runtime.mark_operator import body_of, is_marked_call
@@ -70,7 +71,9 @@ def _compile(
             "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
         )
         return run_as_fx(piece, examples)
-    text = str(piece.graph)  # A compiler may change the piece before it fails.
+    # A compiler may change the piece, before it fails or when it is done.
+    text = str(piece.graph)
+    kept = _copied(piece) if any(map(may_write, piece.graph.nodes)) else None
     try:
         with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
@@ -90,7 +93,41 @@ def _compile(
         raise CompileError(
             f"The piece compiler returned a {type(result).__name__} for {name}, not a callable."
         )
-    return result
+    return result if kept is None else _unless_memory_is_shared(name, result, kept, examples)
+
+
+def _copied(piece: GraphModule) -> GraphModule:
+    """Returns a piece of its own graph, without what was noted at the nodes."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(piece.graph, {}))
+    for node in graph.nodes:
+        node.meta.clear()
+    return GraphModule(piece, graph)
+
+
+def _unless_memory_is_shared(
+    name: str, compiled: Callable[..., Any], piece: GraphModule, examples: Sequence[Any]
+) -> Callable[..., Any]:
+    """Returns a compiled piece that runs as FX where a call's inputs share memory, and those of the trace did not.
+
+    Dynamo does not guard on that; the piece may write one of them.
+    """
+    places = [index for index, value in enumerate(examples) if isinstance(value, torch.Tensor)]
+    shared = torch_private_compiling.share_memory
+    if len(places) < 2 or shared(examples):
+        return compiled
+    has_warned = False
+
+    def call(*args: Any) -> Any:
+        nonlocal has_warned
+        if not shared([args[place] for place in places]):
+            return compiled(*args)
+        if not has_warned:
+            has_warned = True
+            _logger.warning("%s may write one of its inputs, which share memory: it runs as FX.", name)
+        return piece(*args)
+
+    return call
 
 
 def _writes_inputs(piece: GraphModule, values: Sequence[Any]) -> bool:

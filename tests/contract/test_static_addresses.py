@@ -52,6 +52,21 @@ def test_rebound_tensor_of_a_module_raises_on_the_first_replay(graph_device: Gra
         captured(x)  # Not only once: nothing was found right.
 
 
+def test_data_of_a_parameter_may_be_written_while_capturing(graph_device: GraphDevice) -> None:
+    """pytorch/pytorch#183313: a layer that masks its own weights by `data` met an error about graph memory."""
+
+    class Masked(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner.weight.data *= self.shift
+            return x * self.inner.weight
+
+    module, x = Masked(graph_device.torch_device), ramp(graph_device, 4)
+    captured = capture(module, (x,), device=graph_device)
+    module.shift[1] = 0
+    assert_equal(captured(x), x * torch.tensor([2.0, 0.0, 2.0, 2.0], device=x.device))
+    assert_equal(module.inner.weight[1], torch.zeros_like(x[1]))
+
+
 def test_data_swap_counts_as_a_move(graph_device: GraphDevice) -> None:
     module, x = Scaled(graph_device.torch_device), ramp(graph_device, 4)
     captured = capture(module, (x,), device=graph_device)

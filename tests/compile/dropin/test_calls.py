@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from typing import Any
@@ -174,6 +175,26 @@ def test_state_dict_loaded_in_place_and_by_assignment() -> None:
     for _ in range(5):
         assert_same(compiled(X), model(X))
     assert without_graph()["static_input_changed"] == 2
+
+
+def test_hooks_that_come_and_go_are_seen_where_dynamo_is_told_to_look() -> None:
+    """pytorch/pytorch#117758: by default nothing guards on hooks; docs/compiling.md says how to have it so."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    eager = copy.deepcopy(model)
+    compiled = drop_in(model)
+
+    def assert_equal_to_eager() -> None:
+        for _ in range(3):
+            assert_same(compiled(X), eager(X))
+
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        assert_equal_to_eager()
+        handles = [one[0].register_forward_hook(lambda *given: given[-1] * 2) for one in (model, eager)]
+        assert_equal_to_eager()
+        for handle in handles:
+            handle.remove()
+        assert_equal_to_eager()
+    assert total("num_replays") >= 3
 
 
 def test_module_converted_to_another_type() -> None:

@@ -261,6 +261,18 @@ def test_which_inputs_share_memory_is_part_of_the_shape(device: torch.device) ->
     assert_like_eager(writes_input, calls, num_rounds=5, device=device)
 
 
+def test_inputs_that_overlap_only_after_the_compile() -> None:
+    """pytorch/pytorch#139789: nothing guards on it, and a compiler read the other input as if it lay elsewhere."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x.mul_(2)
+        return x + y
+
+    base = torch.arange(8.0)
+    calls = [(torch.ones(4), torch.ones(4)), (base[:4], base[2:6]), (base[:4], base[4:])]
+    assert_like_eager(fn, calls, num_rounds=3, piece_compiler="aot_eager")
+
+
 def test_input_that_is_a_view_of_a_buffer() -> None:
     """Such an input must see the write into the buffer, and no copy of it does."""
 
