@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import os.path
-
 from sgl_piecewise.models.tokenizer import Tokenizer
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+
+
+def _num_equal_at_begin(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class TextStream:
@@ -53,7 +56,7 @@ class TextStream:
             return ""
         self._begin, self._read = self._read, len(self._token_ids)
         # Some tokenizers take a space back before a full stop. It is with the reader already; the full stop is not.
-        return now[len(os.path.commonprefix((before, now))) :]
+        return now[_num_equal_at_begin(before, now) :]
 
     def _hand_out(self, new: str, *, is_last: bool) -> str:
         if self.has_stopped:

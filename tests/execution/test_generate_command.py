@@ -52,11 +52,14 @@ def test_tokens_are_the_same_with_graphs_and_without_and_the_closing_line_says_w
 @pytest.mark.parametrize("num_prompts", [1, 2])
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_generated_text_is_written_as_it_is(num_prompts: int, is_terminal: bool) -> None:
-    """Textualize/rich#3672, blacklanternsecurity/bbot#3258: tabs became spaces; a terminal obeyed control characters."""
+    """Textualize/rich#3672, blacklanternsecurity/bbot#3258: tabs became spaces; terminals obeyed control characters."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, color_system=None, width=20)
     printer = TokenPrinter(console, num_prompts=num_prompts, tokenizer=Tokenizer(backend=None))
-    for text, reason in (("if x:\n\ty = [b]1[/b]\r\n\x1b[2J", None), (" " + "long " * 9, FinishReason.LENGTH)):
+    for text, reason in (
+        ("if x:\n\ty = [b]1[/b]\r\n\x1b[2J", None),
+        (" " + "long " * 9, FinishReason.LENGTH),
+    ):
         printer(TokenEvent(request_id="one", token_id=1, text=text, finish_reason=reason))
     printer.close()
     escape = "\\x1b[2J" if is_terminal else "\x1b[2J"
@@ -70,7 +73,9 @@ def test_what_a_terminal_has_no_character_for_is_spelled_out(monkeypatch: pytest
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
     with errors_as_messages(False):
         printer = TokenPrinter(Console(), num_prompts=1, tokenizer=Tokenizer(backend=None))
-        printer(TokenEvent(request_id="one", token_id=1, text="né\N{SNOWMAN}", finish_reason=FinishReason.LENGTH))
+        printer(
+            TokenEvent(request_id="one", token_id=1, text="né\N{SNOWMAN}", finish_reason=FinishReason.LENGTH)
+        )
     assert written.getvalue() == b"n\\xe9\\u2603\n"
 
 

@@ -1,4 +1,4 @@
-"""Prepared models (`compile_layers_once`) whose layers change after they were recorded: Dynamo's guards do not look there."""
+"""Prepared models (`compile_layers_once`) whose layers change after a recording: no guard of Dynamo looks there."""
 
 from __future__ import annotations
 
@@ -127,4 +127,5 @@ def test_what_a_layer_does_besides_computing_is_not_left_out_by_a_replay() -> No
         for layer, expected in zip(model.layers, eager.layers, strict=True):
             assert layer.num_calls == expected.num_calls == count
             torch.testing.assert_close(layer.last, expected.last, rtol=0, atol=0)
-    assert failures() and all("num_calls" in message and "replay" in message for message in failures())
+    assert failures()
+    assert all("num_calls" in message and "replay" in message for message in failures())
