@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_piecewise.runtime import torch_private_entries
+from sgl_piecewise.runtime import torch_private_entries, torch_private_trace_cost
 from sgl_piecewise.runtime.errors import CompileError, RecompileError, SglPiecewiseError
 from sgl_piecewise.runtime.records import COMPILE_PIECES, FIRST_RUN, TRACE, LapClock
 from sgl_piecewise.runtime.time_line import span
@@ -181,7 +181,8 @@ class TracedFunction:
             self._state.fallbacks[self.name] += 1
             return self._function(*values)
         phase = self._state.clock.phase(TRACE)
-        with self._lock, torch_private_entries.one_compile_for_all_sizes(), phase:
+        once, plainly = torch_private_entries.one_compile_for_all_sizes, torch_private_trace_cost.plain_traces
+        with self._lock, once(), plainly(), phase:
             token = _COUNTS.set(self._state.counts)
             try:
                 return self._compiled(*before_trace(*values))
