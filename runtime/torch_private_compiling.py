@@ -219,6 +219,21 @@ def share_memory(values: Sequence[Any]) -> bool:
     return len(set(keys)) < len(keys)
 
 
+def with_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what ``torch.compiler.disable`` was wrapped around, where it was, for callers that Dynamo is off for.
+
+    Compilers switch Dynamo off around what they return, which at each call takes as long as a small operator.
+    Relies on the attributes that Dynamo itself unwraps such a function by.
+    """
+    # What wraps such a function copies its attributes: the number tells whose they are.
+    attributes = getattr(function, "__dict__", {})
+    is_its_own = attributes.get("_torchdynamo_wrapper_id") == id(function)
+    if not (is_its_own and attributes.get("_torchdynamo_disable", False)):
+        return function
+    inner: Callable[..., Any] = attributes["_torchdynamo_orig_callable"]
+    return inner
+
+
 # Failures to trace --------------------------------------------------------------------------------
 
 RESTARTS = (exc.RestartAnalysis, exc.TensorifyScalarRestartAnalysis)

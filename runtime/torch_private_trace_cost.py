@@ -14,25 +14,29 @@ from typing import Any
 
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards, symbolic_convert
+from torch._inductor import codecache
+from torch._logging._internal import trace_log
 
 _IS_PLAIN: ContextVar[bool] = ContextVar("sgl_piecewise_plain_trace", default=False)
 
 
 @contextlib.contextmanager
 def plain_traces() -> Iterator[None]:
-    """Lets traces of the block leave out three things that decide nothing.
+    """Lets traces of the block, and what compiles them, leave out what decides nothing.
 
     - Dynamo times the guards that it made, after flushing the CPU's caches, for its own metrics.
     - For lines of its log it looks up which function each line stands in, for which it tokenizes whole files; where
       that log is off, the lines are not written.
     - Fake tensors keep the results of operators. With symbolic sizes an entry is made at twice the cost of the
       operator and found at about once that cost; a trace of one layer finds few.
+    - What Dynamo makes asks at each call whether a profiler wants to see how long the call took to get to its graph.
+    - Inductor's caches pickle each part of a key once more for their own log (PyTorch 2.11).
 
-    Relies on the two functions being looked up in their modules at each call.
+    Relies on the functions being looked up in their modules and classes at each call.
     """
     token = _IS_PLAIN.set(True)
     try:
-        with dynamo_config.patch(fake_tensor_cache_enabled=False):
+        with dynamo_config.patch(fake_tensor_cache_enabled=False, record_runtime_overhead=False):
             yield
     finally:
         _IS_PLAIN.reset(token)
@@ -55,6 +59,15 @@ def _without_names(look_up: Callable[..., str | None]) -> Callable[..., str | No
     return get_funcname
 
 
+def _without_lines(describe: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def debug_lines(pickler: Any, details: Any) -> list[str]:
+        is_read = not _IS_PLAIN.get() or codecache.log.isEnabledFor(logging.DEBUG) or bool(trace_log.handlers)
+        return describe(pickler, details) if is_read else []
+
+    return debug_lines
+
+
 # Once, and for other traces as before: threads that compile beside each other could not patch and put back in turns.
 guards.profile_guard_manager = _without_timing(guards.profile_guard_manager)
 symbolic_convert.get_funcname = _without_names(symbolic_convert.get_funcname)
+codecache.FxGraphCachePickler.debug_lines = _without_lines(codecache.FxGraphCachePickler.debug_lines)  # type: ignore[method-assign]
