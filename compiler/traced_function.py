@@ -74,6 +74,7 @@ class CompileState:
         fallbacks: Calls of a frozen forward that ran eager, by function.
         must_be_dynamic: Whether a trace that bakes in a dynamic dimension is an error; else it serves one size.
         clock: Where the time of compiles went, by the names above.
+        has_repeats: Whether a trace may hold many equal layers, because they are not shared.
     """
 
     on_recompile: OnRecompile | None = None
@@ -82,6 +83,7 @@ class CompileState:
     fallbacks: collections.Counter[str] = field(default_factory=collections.Counter)
     clock: LapClock = field(default_factory=LapClock)
     must_be_dynamic: bool = False
+    has_repeats: bool = False
     epoch: int = 0  # Of trust: what was noted in another is void.
 
     @contextlib.contextmanager
@@ -181,8 +183,8 @@ class TracedFunction:
             self._state.fallbacks[self.name] += 1
             return self._function(*values)
         phase = self._state.clock.phase(TRACE)
-        once, plainly = torch_private_entries.one_compile_for_all_sizes, torch_private_trace_cost.plain_traces
-        with self._lock, once(), plainly(), phase:
+        plainly = torch_private_trace_cost.plain_traces(keeps_shapes=self._state.has_repeats)
+        with self._lock, torch_private_entries.one_compile_for_all_sizes(), plainly, phase:
             token = _COUNTS.set(self._state.counts)
             try:
                 return self._compiled(*before_trace(*values))

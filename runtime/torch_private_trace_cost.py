@@ -21,14 +21,19 @@ _IS_PLAIN: ContextVar[bool] = ContextVar("sgl_piecewise_plain_trace", default=Fa
 
 
 @contextlib.contextmanager
-def plain_traces() -> Iterator[None]:
+def plain_traces(*, keeps_shapes: bool) -> Iterator[None]:
     """Lets traces of the block, and what compiles them, leave out what decides nothing.
+
+    Args:
+        keeps_shapes: Whether results of operators on fake tensors are kept for equal calls, as PyTorch does. With
+            symbolic sizes keeping one costs twice what the operator costs, and finding it about once that, so it
+            pays only where most calls come several times.
+
+    Left out:
 
     - Dynamo times the guards that it made, after flushing the CPU's caches, for its own metrics.
     - For lines of its log it looks up which function each line stands in, for which it tokenizes whole files; where
       that log is off, the lines are not written.
-    - Fake tensors keep the results of operators. With symbolic sizes an entry is made at twice the cost of the
-      operator and found at about once that cost; a trace of one layer finds few.
     - What Dynamo makes asks at each call whether a profiler wants to see how long the call took to get to its graph.
     - Inductor's caches pickle each part of a key once more for their own log (PyTorch 2.11).
 
@@ -36,7 +41,8 @@ def plain_traces() -> Iterator[None]:
     """
     token = _IS_PLAIN.set(True)
     try:
-        with dynamo_config.patch(fake_tensor_cache_enabled=False, record_runtime_overhead=False):
+        keeps_shapes = keeps_shapes and dynamo_config.fake_tensor_cache_enabled
+        with dynamo_config.patch(fake_tensor_cache_enabled=keeps_shapes, record_runtime_overhead=False):
             yield
     finally:
         _IS_PLAIN.reset(token)
