@@ -79,7 +79,7 @@ def leaves_of(spec: Spec, value: Any) -> list[Any] | None:
 
 
 def _add_leaves(spec: Spec, value: Any, leaves: list[Any]) -> bool:
-    kind = spec.kind
+    kind: Any = spec.kind
     if kind is None:
         leaves.append(value)
         return type(value) in PLAIN_LEAVES or _children(value) is None
