@@ -13,8 +13,12 @@ from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 DEFAULT_PIECE_COMPILER = "inductor"
-# One compile serves all sizes, and tuning at the one of the trace chooses for none of the others.
-_INDUCTOR_SETTINGS = {"triton.autotune_pointwise": False}
+# One compile serves all sizes, and tuning at the one of the trace chooses for none of the others: pointwise kernels
+# and reductions are compiled once, where Inductor would compile and time several block sizes of each.
+_INDUCTOR_SETTINGS = {
+    "triton.autotune_pointwise": False,
+    "test_configs.force_filter_reduction_configs": True,
+}
 _OUTSIDE_LAYERS = ("auto", "compile", "fx")
 
 

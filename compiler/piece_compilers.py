@@ -75,8 +75,11 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
     if backend is None:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
     if chosen == "inductor":
-        _check_inductor_names(options.inductor_config)
-        return partial(_compile_with_inductor, backend, options.inductor_settings())
+        names = torch_private_inductor.inductor_settings()
+        _check_inductor_names(options.inductor_config, names)
+        # Of our own settings a version of PyTorch may lack one.
+        settings = {name: value for name, value in options.inductor_settings().items() if name in names}
+        return partial(_compile_with_inductor, backend, settings)
     if chosen == "openvino":
         return partial(compile_with_openvino, backend)
     if chosen == "torch_tensorrt":
@@ -95,8 +98,7 @@ def _compile_with_inductor(
         return inductor(piece, example_inputs, config_patches=dict(settings))
 
 
-def _check_inductor_names(names: Collection[str]) -> None:
-    known = torch_private_inductor.inductor_settings() if names else ()
+def _check_inductor_names(names: Collection[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton_package
 
-from .torch_private_workers import start_workers
+from .torch_private_workers import are_workers_ready, start_workers
 
 # What Inductor imports in the middle of its first compile.
 _MODULES = (
@@ -123,9 +123,9 @@ def kernels_in_threads() -> Iterator[None]:
     """Compiles Triton kernels of the block in threads of this process, from the moment that each is generated.
 
     Inductor compiles them one after the other where its pool of worker processes is not up, and it is not in the
-    first seconds. A thread fills what the kernel holds and Triton's folder; launchers are made where Inductor
-    makes them. Most of Triton's compiler runs without the interpreter's lock. Does nothing where Inductor was told
-    to compile one at a time (``compile_threads=1``) or where its pool is up.
+    first ten seconds or more. A thread fills what the kernel holds and Triton's folder; launchers are made where
+    Inductor makes them. Does nothing where Inductor was told to compile one at a time (``compile_threads=1``) or
+    where its workers are ready.
 
     Relies on ``AsyncCompile.triton`` being asked for each kernel, when it is generated (if ``use_process_pool()``
     is true) and again when the generated module is run, and on futures being waited for there.
@@ -133,7 +133,7 @@ def kernels_in_threads() -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if not has_triton_package() or interprets or get_compile_threads() < 2 or _is_pool_up(AsyncCompile):
+    if not has_triton_package() or interprets or get_compile_threads() < 2 or are_workers_ready():
         yield
         return
     plain_triton, plain_use = AsyncCompile.triton, vars(AsyncCompile)["use_process_pool"]
@@ -151,11 +151,6 @@ def kernels_in_threads() -> Iterator[None]:
         finally:
             AsyncCompile.triton = plain_triton  # type: ignore[method-assign]
             AsyncCompile.use_process_pool = plain_use  # type: ignore[method-assign]
-
-
-def _is_pool_up(async_compile: Any) -> bool:
-    ready = async_compile._ready_future
-    return ready is not None and bool(ready.done())
 
 
 class _Compiling:

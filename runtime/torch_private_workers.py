@@ -1,54 +1,31 @@
 """Private PyTorch APIs of Inductor's compile workers: a pool that is ready to compile when the first kernel comes.
 
-Inductor compiles Triton kernels in worker processes, forked from one helper process that does nothing else. It
-starts them when the first kernel is there, and each is slow at its first: Triton's compiler and LLVM are loaded
-then. Here the helper starts early and compiles a kernel before it forks, so its workers have all that from the
-beginning.
+Inductor compiles Triton kernels in worker processes, forked from a helper process that does nothing else. It starts
+them when the first kernel is there, and each takes several times as long for its first as for any other: Triton's
+compiler and driver are loaded then. Here the helper starts early, and each worker compiles a kernel that nobody needs.
 
 As in ``torch_private`` each piece says what it relies on; tried on 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
+import atexit
+import concurrent.futures
 import os
 from typing import Any
 
 import torch
-from torch._inductor.compile_worker.subproc_pool import SubprocPickler
 from torch.utils._triton import has_triton_package
 
-_logger = logging.getLogger(__name__)
-
 _LEAST_CORES = 8  # With fewer the helper takes from the imports what it gives to the first kernels.
-
-
-class WarmingPickler(SubprocPickler):
-    """Makes the helper process compile a kernel before it forks its workers.
-
-    Relies on the helper importing and making its pickler, by name and without arguments, first of all.
-
-    Args:
-        compiles: Whether to; not in the process that the kernels are for.
-    """
-
-    def __init__(self, *, compiles: bool = True) -> None:
-        if not compiles:
-            return
-        try:
-            from .triton_warm_up import compile_one
-
-            compile_one()
-        except Exception as error:  # noqa: BLE001 - workers that are not warm compile as well, and say what is wrong
-            _logger.info("compile workers start cold: %s: %s", type(error).__name__, error)
+_warm_ups: list[concurrent.futures.Future[None]] = []
 
 
 def start_workers() -> bool:
-    """Starts Inductor's pool of compile workers, if nobody did; returns at once, whether there is one.
+    """Starts Inductor's pool of compile workers, if nobody did; returns before they are up, whether there is one.
 
-    A pool that is not up when a kernel is to be compiled is passed over by Inductor. None is started without CUDA,
-    on few cores, or where Inductor compiles one at a time. It lives as long as the process, as Inductor's own.
+    None is started without CUDA, on few cores, or where Inductor compiles one at a time. It lives as long as the
+    process, as Inductor's own; Inductor ends workers that had nothing to do for a minute, and starts others.
     """
     is_useful = (
         torch.cuda.is_available()
@@ -71,16 +48,34 @@ def start_workers() -> bool:
 def make_pool() -> Any:
     """Makes Inductor's pool of compile workers and returns it; an older one stays.
 
-    Relies on ``AsyncCompile.process_pool()`` making one pool a process, of the class ``SubprocPool`` that its module
-    names, and on ``use_process_pool()`` sending it a first job.
+    Relies on ``AsyncCompile.process_pool()`` making one pool a process, on jobs that are submitted at once going to
+    as many workers, and on ``use_process_pool()`` sending a job that says when the pool is up.
     """
-    from torch._inductor import async_compile
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
-    plain: Any = async_compile.SubprocPool
-    async_compile.SubprocPool = functools.partial(plain, pickler=WarmingPickler(compiles=False))  # type: ignore[assignment, misc]
-    try:
-        pool = async_compile.AsyncCompile.process_pool()
-    finally:
-        async_compile.SubprocPool = plain  # type: ignore[misc]
-    async_compile.AsyncCompile.use_process_pool()
+    from .torch_private_warm_up import compile_one
+
+    pool = AsyncCompile.process_pool()
+    if not _warm_ups:
+        AsyncCompile.use_process_pool()
+        _warm_ups.extend(pool.submit(compile_one) for _ in range(get_compile_threads()))
+        # Runs before Inductor ends its pool, as what was registered later.
+        atexit.register(_end_unfinished, pool)
     return pool
+
+
+def are_workers_ready() -> bool:
+    """Tells whether Inductor has a pool of workers that is up and, if we started it, has compiled in each."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    ready = AsyncCompile._ready_future
+    return ready is not None and ready.done() and all(one.done() for one in _warm_ups)
+
+
+def _end_unfinished(pool: Any) -> None:
+    """Ends the helper of a pool that is not up yet: a process that ends early would wait for it for seconds.
+
+    Relies on the pool's ``process`` being the helper.
+    """
+    if not all(one.done() for one in _warm_ups):
+        pool.process.kill()

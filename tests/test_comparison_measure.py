@@ -76,6 +76,17 @@ def test_progress_names_every_phase() -> None:
     assert seen == ["eager, loading kernels", "eager", "full: capture", "checking values", "timing"]
 
 
+def test_a_model_with_nan_is_told_before_anything_is_called_equal() -> None:
+    model = SmallModel()
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    report = compare_small("full", model=model)
+    assert report.strategies[1].status == "equal"
+    assert report.verdict.startswith(
+        "Eager's own output has NaN or infinity at 4 of 4 token counts (first at 3 tokens): nothing is shown there."
+    )
+
+
 def test_a_wrong_strategy_gets_no_speed_and_is_told_where(faulty: Callable[..., None]) -> None:
     def wrong_at_seven(arm: FaultyArm, count: int, output: torch.Tensor) -> torch.Tensor:
         if count == 7:

@@ -48,6 +48,15 @@ def test_what_is_not_finite_is_wrong_unless_eager_is_too() -> None:
     got[0, 1] = float("nan")
     assert closeness(WIDE, EAGER, got).first_wrong == (0, 1)
     assert closeness(WIDE, got, EAGER).first_wrong is None
+    assert closeness(WIDE, got, got).first_wrong is None
+
+
+def test_beside_what_is_not_finite_in_eager_the_rest_is_judged() -> None:
+    eager = EAGER.clone()
+    eager[0, 1] = float("inf")
+    got = eager.clone()
+    got[1, 2] += 2 * ERROR_FACTOR * 1e-4
+    assert closeness(WIDE, eager, got).first_wrong == (1, 2)
 
 
 def test_exact_eager_still_allows_a_rounding() -> None:

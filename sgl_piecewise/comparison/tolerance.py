@@ -35,8 +35,8 @@ class Closeness:
     """How far a strategy and eager are from the wide model, on one input.
 
     Attributes:
-        max_error: Largest absolute difference of the strategy's output to the wide model's; None where one is
-            not finite.
+        max_error: Largest absolute difference of the strategy's output to the wide model's; None where the
+            strategy's alone is not finite.
         eager_error: The same of eager's.
         num_excused: Rows with another next token than eager's, excused as a tie.
         first_wrong: Index of a value that is off by too much, or of a row with another next token that is no
@@ -50,13 +50,14 @@ class Closeness:
 
 
 def closeness(wide: torch.Tensor, eager: torch.Tensor, got: torch.Tensor) -> Closeness:
-    """Judges one output.
+    """Judges one output, where eager's and the wide model's are finite.
 
     Args:
         wide: Of the wide model (wide dtype, a row a token).
         eager: Eager's, on the same padded tokens.
         got: The strategy's; same shape as ``eager``.
     """
+    wide, eager, got = _where_finite(wide, eager, got)
     eager_error = max_abs_difference(wide, eager)
     max_error = max_abs_difference(wide, got)
     if eager_error is None or max_error is None:
@@ -101,8 +102,21 @@ def _rounding(wide: torch.Tensor, dtype: torch.dtype) -> float:
     return float(wide.abs().max()) * torch.finfo(dtype).eps if wide.numel() else 0.0
 
 
+def _where_finite(
+    wide: torch.Tensor, eager: torch.Tensor, got: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns all three with zeros where eager or the wide model is not finite: no fault of a strategy's is there."""
+    is_judged = torch.isfinite(wide) & torch.isfinite(eager)
+    if bool(is_judged.all()):
+        return wide, eager, got
+    return (
+        wide.masked_fill(~is_judged, 0),
+        eager.masked_fill(~is_judged, 0),
+        got.masked_fill(~is_judged, 0),
+    )
+
+
 def _first_not_finite(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Where eager is not finite either, that is no fault of the strategy's."""
     bad = ~torch.isfinite(tensor)
     return _index_of(int(bad.to(torch.uint8).argmax()), bad.shape) if bool(bad.any()) else None
 

@@ -44,7 +44,7 @@ def _about_values(report: ComparisonReport) -> list[str]:
     others = report.strategies[1:]
     if not others:
         return ["Only eager ran; there is nothing to compare it with."]
-    sentences = []
+    sentences = [*_about_not_finite(report)]
     for strategy in others:
         if strategy.status == "failed":
             sentences.append(f"{strategy.strategy} FAILED: {(strategy.failure or '').rstrip('.')}.")
@@ -69,6 +69,16 @@ def _about_values(report: ComparisonReport) -> list[str]:
         if strategy.status == "close"
     ]
     return sentences
+
+
+def _about_not_finite(report: ComparisonReport) -> list[str]:
+    """Equal bits of NaN say nothing of a strategy: that eager itself has them is told first."""
+    counts = [entry.num_tokens for entry in report.eager.values if entry.max_diff_to_padded_eager is None]
+    if not counts:
+        return []
+    where = f"{len(counts)} of {counted(len(report.eager.values), 'token count')}"
+    first = counted(counts[0], "token")
+    return [f"Eager's own output has NaN or infinity at {where} (first at {first}): nothing is shown there."]
 
 
 def fastest_at(report: ComparisonReport, num_tokens: int) -> tuple[str, ...]:

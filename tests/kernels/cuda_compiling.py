@@ -35,7 +35,7 @@ COMPUTE_CAPABILITY = 90
 SHARED_MEMORY_BYTES = 227 * 1024
 """What one block may take on that target: NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities"."""
 CPU = torch.device("cpu")
-WARM_UP = "triton_warm_up"
+WARM_UP = "torch_private_warm_up"
 """The module of a kernel that is compiled and never launched."""
 
 

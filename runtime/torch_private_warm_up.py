@@ -1,12 +1,18 @@
-"""One small Triton kernel, compiled so that a process has loaded what compiling needs: Triton's compiler, LLVM, ptxas.
+"""Private PyTorch APIs of Inductor in a compile worker: one small kernel loads what each worker loads for its first.
 
 Compiling needs no GPU, and which one it is for does not matter. Imported by processes that compile for others only.
+Relies on Inductor's kernels importing these two modules and setting Triton's driver; tried on 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch._inductor.runtime import (
+    triton_helpers,
+    triton_heuristics,  # noqa: F401 - a worker would import it with its first kernel
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,7 +31,9 @@ def _norm_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):  # type: i
 
 
 def compile_one() -> None:
-    """Compiles a kernel, also where Triton's cache has it."""
+    """Compiles a kernel, also where Triton's cache has it, after loading the GPU's driver as Inductor's workers do."""
+    if torch.cuda.is_available():
+        triton_helpers.set_driver_to_gpu()
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
         kernel = triton.compile(ASTSource(_norm_kernel, _SIGNATURE, {"BLOCK": 256}), target=_TARGET)
@@ -33,5 +41,5 @@ def compile_one() -> None:
 
 
 def num_compiled() -> int:
-    """Returns how many kernels this process compiled, or inherited as compiled."""
+    """Returns how many kernels this process has compiled."""
     return len(_compiled)
