@@ -136,6 +136,10 @@ class CallSite:
         return any(map(_holds_containers, self.arguments.children))
 
     @functools.cached_property
+    def _returns_arguments(self) -> bool:
+        return any(one.kind == "argument" for one in self.result_leaves)
+
+    @functools.cached_property
     def _has_fresh(self) -> bool:
         return any(one.fresh is not None for one in self.result_leaves)
 
@@ -151,31 +155,26 @@ class CallSite:
         It keeps none of the tensors.
         """
         sizes = self._sizes.of(tensors, ints)
-        fresh = [
-            None
-            if leaf.fresh is None
-            else dataclasses.replace(leaf.fresh, shape=sizes[index][0], stride=sizes[index][1])
-            for index, leaf in enumerate(self.result_leaves)
-        ]
 
         def results(*args: Any, **kwargs: Any) -> Any:
-            given = tree.flatten((args, kwargs))[0]
-            by_index = {
-                leaf.index: value
-                for leaf, value in zip(self.argument_leaves, given, strict=True)
-                if leaf.kind == "tensor"
-            }
+            by_index = self._tensors_in(args, kwargs) if self._returns_arguments else {}
             leaves = [
-                one.empty((), ())
-                if one is not None
+                torch.empty_strided(*form, dtype=plan.fresh.dtype, device=plan.fresh.device)
+                if plan.fresh is not None
                 else by_index[plan.index]
                 if plan.kind == "argument"
                 else plan.value
-                for plan, one in zip(self.result_leaves, fresh, strict=True)
+                for plan, form in zip(self.result_leaves, sizes, strict=True)
             ]
             return tree.unflatten(self.results, leaves)
 
         return results
+
+    def _tensors_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Returns the tensors among a call's arguments, by the operator's index of them."""
+        given = tree.flatten((args, kwargs))[0]
+        pairs = zip(self.argument_leaves, given, strict=True)
+        return {leaf.index: value for leaf, value in pairs if leaf.kind == "tensor"}
 
     def fresh_results(self, result: Any, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> list[Any]:
         """Checks a result against what tracing was told, and returns its fresh tensors.
