@@ -6,8 +6,10 @@ One process, one small model, calls that are already captured. Each way is timed
 - ``dynamo_floor``: a backend that does nothing, so Dynamo's guards and its own call are what is left of it;
 - ``none``: our backend, pieces compiled, nothing captured;
 - ``full`` and ``breakable``: ours with graphs, with 0, 1 and 8 marked calls between the layers;
-- ``bare_graph``: a backend that copies its input, launches one graph and clones the output, and checks nothing: the
-  least that a replay behind Dynamo can cost (CUDA only);
+- ``direct``: as ``full``, the compiled forward called without Dynamo;
+- ``bare_graph``: a backend that copies its input, launches one graph of the operators and clones the output, and checks
+  nothing; ``bare_compiled_graph``: the same with a graph of our compiled pieces, so the least that ``full`` can cost
+  behind Dynamo. Their three parts are timed by themselves as well, each begun with an idle device (CUDA only);
 - ``reduce_overhead``: Inductor with PyTorch's own CUDA graphs (CUDA only).
 
 What a break adds is what 8 of them add, less what the marked function itself takes in ``eager``.
@@ -36,6 +38,7 @@ from torch import nn
 
 from sgl_piecewise import capture_stats, eager_on_graph
 from sgl_piecewise.comparison.benchmarking import synchronize, write_json
+from sgl_piecewise.compiler.backend import sgl_piecewise
 from sgl_piecewise.runtime.torch_private_entries import with_own_code
 
 NUM_LAYERS = 8
@@ -80,19 +83,47 @@ def do_nothing(gm: Any, example_inputs: Any) -> Callable[..., Any]:
     return call
 
 
-def replay_only(gm: Any, example_inputs: Any) -> Callable[..., Any]:
-    """A Dynamo backend that captures its first call, of one shape, and replays it without a check."""
-    replay: list[Callable[[torch.Tensor], Any]] = []
+class BareGraph:
+    """A Dynamo backend that captures its first call, of one shape, and replays it without a check.
 
-    def capture(args: tuple[Any, ...]) -> Callable[[torch.Tensor], Any]:
+    Args:
+        compiler: What compiles the traced forward first; None for the operators as they are.
+
+    Attributes:
+        parts: What a replay does, each part by itself, once it was captured.
+    """
+
+    def __init__(self, compiler: Callable[..., Callable[..., Any]] | None = None) -> None:
+        self.parts: dict[str, Callable[[], Any]] = {}
+        self._compiler = compiler
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]:
+        """Returns what Dynamo is to call."""
+        forward = gm.forward if self._compiler is None else self._compiler(gm, example_inputs)
+        replay: list[Callable[..., Any]] = []
+
+        def call(*args: Any) -> Any:
+            if not replay:
+                replay.append(self._capture(forward, args))
+            return replay[0](*args)
+
+        return call
+
+    def _capture(self, forward: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         # Parameters come as inputs too, and stay where they are.
         (given,) = [index for index, arg in enumerate(args) if not isinstance(arg, nn.Parameter)]
         static = args[given].clone()
         values = [static if index == given else arg for index, arg in enumerate(args)]
-        gm.forward(*values)
+        forward(*values)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            (output,) = gm.forward(*values)
+            (output,) = forward(*values)
+        x = args[given].clone()
+        self.parts = {
+            "copy_in": lambda: static.copy_(x),
+            "launch": graph.replay,
+            "clone_output": output.clone,
+        }
 
         def run(x: torch.Tensor) -> tuple[torch.Tensor]:
             static.copy_(x)
@@ -101,12 +132,27 @@ def replay_only(gm: Any, example_inputs: Any) -> Callable[..., Any]:
 
         return lambda *args: run(args[given])
 
-    def call(*args: Any) -> Any:
-        if not replay:
-            replay.append(capture(args))
-        return replay[0](*args)
 
-    return call
+class Direct:
+    """Our backend, whose compiled forward can be called without Dynamo.
+
+    Attributes:
+        call: The last call again; None before the first.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.call: Callable[[], Any] | None = None
+        self._options = options
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Callable[..., Any]:
+        """Returns what Dynamo is to call."""
+        forward = sgl_piecewise(gm, example_inputs, options=self._options)
+
+        def call(*args: Any) -> Any:
+            self.call = functools.partial(forward, *args)
+            return forward(*args)
+
+        return call
 
 
 def ways(device: torch.device, piece_compiler: str) -> dict[tuple[str, int], dict[str, Any] | None]:
@@ -125,8 +171,12 @@ def ways(device: torch.device, piece_compiler: str) -> dict[tuple[str, int], dic
         found["none", num_breaks] = ours("none")
         found["full", num_breaks] = ours("full")
         found["breakable", num_breaks] = ours("breakable")
+    found["direct", 0] = {"backend": Direct({"capture": "full", "piece_compiler": piece_compiler})}
     if device.type == "cuda":
-        found["bare_graph", 0] = {"backend": replay_only}
+        found["bare_graph", 0] = {"backend": BareGraph()}
+        options = {"capture": "none", "piece_compiler": piece_compiler}
+        compiled = functools.partial(sgl_piecewise, options=options)
+        found["bare_compiled_graph", 0] = {"backend": BareGraph(compiled)}
         found["reduce_overhead", 0] = {"mode": "reduce-overhead"}
     return found
 
@@ -148,6 +198,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     wait = functools.partial(synchronize, device)
     x = torch.randn(args.rows, args.width, device=device)
     arms: dict[tuple[str, int], Callable[[], Any]] = {}
+    parts: dict[tuple[str, int], Callable[[], Any]] = {}
     for (way, num_breaks), settings in ways(device, args.piece_compiler).items():
         torch.manual_seed(0)
         model = Model(num_breaks, args.width).to(device).eval()
@@ -157,6 +208,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(6):
             torch.testing.assert_close(fn(x), expected, rtol=1e-3, atol=1e-3)
         arms[way, num_breaks] = lambda fn=fn: fn(x)
+        backend = None if settings is None else settings.get("backend")
+        if isinstance(backend, Direct):
+            assert backend.call is not None, "it was called above"
+            arms[way, num_breaks] = backend.call
+        if isinstance(backend, BareGraph):
+            parts.update({(f"{way}: {part}", num_breaks): call for part, call in backend.parts.items()})
+    arms.update(parts)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in arms}
     for _ in range(args.rounds):
         for key, call in arms.items():
@@ -210,6 +268,7 @@ def findings(rows: list[dict[str, Any]]) -> dict[str, float]:
     if ("bare_graph", 0) in medians:
         found["bare_graph_over_dynamo_floor"] = medians["bare_graph", 0] - medians["dynamo_floor", 0]
         found["over_bare_graph"] = medians["full", 0] - medians["bare_graph", 0]
+        found["over_bare_compiled_graph"] = medians["full", 0] - medians["bare_compiled_graph", 0]
         found["over_reduce_overhead"] = medians["full", 0] - medians["reduce_overhead", 0]
     return {name: round(value, 2) for name, value in found.items()}
 
@@ -242,7 +301,7 @@ def main() -> None:
     print(f"{report['device']}: host time per call, microseconds (median; over Dynamo's floor)")
     for row in report["results"]:
         median, over = row["host_us_median"], row["over_dynamo_floor_us"]
-        print(f"  {row['way']:16} {row['num_breaks']} breaks {median:9.1f} {over:+9.1f}")
+        print(f"  {row['way']:34} {row['num_breaks']} breaks {median:9.1f} {over:+9.1f}")
     for name, value in report["findings"].items():
         print(f"  {name:30} {value:9.1f}")
 

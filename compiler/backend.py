@@ -21,6 +21,7 @@ from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime import torch_private_entries, torch_private_tracing
 from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.garbage import collection_paused
 from sgl_piecewise.runtime.mark_operator import is_marked_call
 from sgl_piecewise.runtime.time_line import NotedSpan, span
 
@@ -77,7 +78,8 @@ def sgl_piecewise(
     given = options_from(options)
     if given.capture != "none":
         torch_private_entries.bake_numbers_of_modules(gm.graph)
-    return compile_graph(gm, example_inputs, given, captures_calls=True)
+    with collection_paused():
+        return compile_graph(gm, example_inputs, given, captures_calls=True)
 
 
 def compile_graph(
@@ -127,7 +129,7 @@ def compile_graph(
         if drop_in is not None:
             forward = drop_in.wrap(forward, split)
         torch_private_tracing.forget_traced_inputs(split.graph)
-        return refusing_autograd(forward, held)
+        return refusing_autograd(forward, example_inputs, held)
 
 
 def _count_pieces(split: GraphModule, noted: NotedSpan) -> None:

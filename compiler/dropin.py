@@ -74,7 +74,7 @@ class DropIn:
             held=self._held,
             is_borrowed=has_handle,
         )
-        return captured.__call__
+        return captured.entry()
 
 
 def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFacts:
@@ -123,10 +123,15 @@ def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFac
         static=tuple(static),
         copied=tuple(copied),
         keyed=tuple(keyed),
+        are_integers=all(_is_integer(inputs[index].meta["example_value"]) for index in keyed),
         varying=tuple(varying),
         written=frozenset(writes.written).difference(keyed),
         refusal=refusal,
     )
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) in (int, torch.SymInt)
 
 
 def _devices(split: GraphModule) -> list[torch.device]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,9 @@ def refuse_autograd(values: Iterable[Any]) -> None:
         )
 
 
-def refusing_autograd(forward: Callable[..., Any], held: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def refusing_autograd(
+    forward: Callable[..., Any], inputs: Sequence[Any], held: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
     """Returns a forward that refuses calls whose gradients it would drop; the same one where guards refuse them.
 
     Dynamo guards on the mode of autograd, so what was compiled without it never runs with it. What was compiled with
@@ -38,15 +41,20 @@ def refusing_autograd(forward: Callable[..., Any], held: Sequence[torch.Tensor])
 
     Args:
         forward: What Dynamo is to call, compiled just now.
+        inputs: Of the call that it was compiled for.
         held: Tensors that it holds itself.
     """
     if not torch.is_grad_enabled():
         return forward
 
+    # Which inputs are tensors is guarded on; that autograd is on as well.
+    places = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+    requires_grad = operator.attrgetter("requires_grad")
+
     @functools.wraps(forward)
     def call(*args: Any) -> Any:
-        refuse_autograd(args)
-        refuse_autograd(held)
+        if any(map(requires_grad, (*map(args.__getitem__, places), *held))):
+            refuse_autograd((*args, *held))
         return forward(*args)
 
     return call

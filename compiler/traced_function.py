@@ -22,6 +22,7 @@ import torch
 
 from sgl_piecewise.runtime import torch_private_entries, torch_private_trace_cost
 from sgl_piecewise.runtime.errors import CompileError, RecompileError, SglPiecewiseError
+from sgl_piecewise.runtime.garbage import collection_paused
 from sgl_piecewise.runtime.records import COMPILE_PIECES, FIRST_RUN, TRACE, LapClock
 from sgl_piecewise.runtime.time_line import span
 
@@ -183,8 +184,9 @@ class TracedFunction:
             self._state.fallbacks[self.name] += 1
             return self._function(*values)
         phase = self._state.clock.phase(TRACE)
+        once = torch_private_entries.one_compile_for_all_sizes()
         plainly = torch_private_trace_cost.plain_traces(keeps_shapes=self._state.has_repeats)
-        with self._lock, torch_private_entries.one_compile_for_all_sizes(), plainly, phase:
+        with self._lock, once, plainly, collection_paused(), phase:
             token = _COUNTS.set(self._state.counts)
             try:
                 return self._compiled(*before_trace(*values))

@@ -34,6 +34,11 @@ def active_capture() -> ActiveCapture | None:
     return _ACTIVE.get()
 
 
+def active_capture_getter() -> Callable[[], ActiveCapture | None]:
+    """Returns what `active_capture` calls: a function in C, for code that asks at every replay."""
+    return _ACTIVE.get
+
+
 @contextlib.contextmanager
 def use_capture(capture: ActiveCapture | None) -> Iterator[None]:
     """Makes ``capture`` the active one of this thread; None while an eager segment runs."""

@@ -261,11 +261,6 @@ def mutated_inputs(compiled: Any) -> set[int] | None:
     return None if indices is None else set(indices)
 
 
-def raw_current_stream(device_index: int) -> int:
-    """Returns the address of the current CUDA stream, without the objects of ``torch.cuda.current_stream``."""
-    return raw_stream_getter()(device_index)
-
-
 def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """Returns the C++ launch of a graph; the Python method looks for a liveness tracker each time."""
     launch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
@@ -293,9 +288,27 @@ def is_default_cpu_stream(stream: Any) -> bool:
 
 
 def raw_stream_getter() -> Callable[[int], int]:
-    """Returns the function behind ``raw_current_stream``, for loops that call it per launch."""
+    """Returns the C function that gives the address of a CUDA device's current stream."""
     getter: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
     return getter
+
+
+def current_device_getter() -> Callable[[], int]:
+    """Returns the C function behind ``torch.cuda.current_device``, for who knows that CUDA is initialized."""
+    getter: Callable[[], int] = torch._C._cuda_getDevice
+    return getter
+
+
+def stream_capture_check(device: torch.device) -> Callable[[], bool]:
+    """Returns a C function that tells whether a capture, by whatever code, is under way on the current stream.
+
+    Args:
+        device: One that CUDA is initialized for, or one without captures.
+    """
+    if device.type != "cuda":
+        return bool
+    check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+    return check
 
 
 def host_int64(number: int) -> torch.Tensor:
@@ -357,26 +370,22 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(*group)
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into the target at its place; one call costs the host less than one per tensor."""
-    torch._foreach_copy_(targets, sources)
+copy_each: Callable[..., None] = torch._foreach_copy_
+"""Copies into each tensor of a first sequence that of a second; it costs the host less than a call for each."""
 
 
-def address_check(addresses: dict[int, int]) -> Callable[[list[Any]], bool]:
-    """Returns what tells whether the tensors of a list lie at given addresses.
+AddressCheck = Callable[[list[Any], list[int | None], list[int]], bool]
 
-    Args:
-        addresses: By place in the list.
+
+def address_check() -> AddressCheck:
+    """Returns ``check(values, addresses, indices)``: whether the tensors at some places of a list lie where they did.
+
+    Addresses are by place too. In CUDA builds it is one C function, which takes a few nanoseconds a tensor.
     """
-    indices = list(addresses)
-    if not indices:
-        return lambda values: True
-    expected = list(addresses.values())
-    in_one_call: Callable[..., bool] | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if in_one_call is not None:  # In CUDA builds: a few nanoseconds a tensor.
-        by_place = [addresses.get(index) for index in range(max(indices) + 1)]
-        return lambda values: in_one_call(values, by_place, indices)
-    if len(indices) == 1:
-        return lambda values: values[indices[0]].data_ptr() == expected[0]
-    chosen, address_of = operator.itemgetter(*indices), torch.Tensor.data_ptr
-    return lambda values: list(map(address_of, chosen(values))) == expected
+    in_one_call: AddressCheck | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    return _lie_at if in_one_call is None else in_one_call
+
+
+def _lie_at(values: list[Any], addresses: list[int | None], indices: list[int]) -> bool:
+    found = map(torch.Tensor.data_ptr, map(values.__getitem__, indices))
+    return all(map(operator.eq, found, map(addresses.__getitem__, indices)))

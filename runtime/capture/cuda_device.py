@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -62,7 +63,8 @@ class CudaPool(GraphPool):
         error_mode: CaptureErrorMode = "thread_local",
         generators: tuple[torch.Generator, ...] = (),
     ) -> None:
-        super().__init__(device)
+        index = device.torch_device.index
+        super().__init__(device, functools.partial(torch_private.raw_stream_getter(), index))
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle() if handle is None else handle
         self._is_own_handle = handle is None
         self._hold: weakref.finalize[..., CudaPool] | None = None
@@ -77,8 +79,6 @@ class CudaPool(GraphPool):
         self.tracker = StreamTracker(self.stream)
         self.runtime = cuda_runtime.load()
         self._sets_copy_sources = device.sets_copy_sources and self.runtime is not None
-        self._last_stream = 0
-        self._has_last_stream = False
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._outside: set[int] = set()
@@ -87,30 +87,31 @@ class CudaPool(GraphPool):
     def sets_copy_sources(self) -> bool:
         return self._sets_copy_sources
 
-    def run(self, steps: Iterable[Callable[[], None]]) -> None:
-        device = self.device.torch_device
-        if torch.cuda.current_device() == device.index:
-            super().run(steps)
-        else:
-            with torch.cuda.device(device):
-                super().run(steps)
+    def launcher(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        launch = super().launcher(steps)
+        if torch.cuda.device_count() == 1:
+            return launch  # It is always current.
+        current_device, index = torch_private.current_device_getter(), self.device.torch_device.index
+
+        def launch_on_device() -> None:
+            if current_device() == index:
+                launch()
+            else:
+                with torch.cuda.device(index):
+                    launch()
+
+        return launch_on_device
 
     def random_offsets(self) -> list[int]:
         """Returns how far every generator that captured code may draw from has advanced."""
         default = torch.cuda.default_generators[self.device.torch_device.index]
         return [generator.get_offset() for generator in (default, *self.generators)]
 
-    def order_after_last_use(self) -> None:
+    def _wait_for_stream(self, last_stream: int) -> None:
+        # The event is recorded here and not after each use: most uses follow on the same stream, and an event
+        # per replay costs as much as two graph launches.
         device = self.device.torch_device
-        stream = torch_private.raw_current_stream(device.index)
-        if stream == self._last_stream and self._has_last_stream:
-            return
-        if self._has_last_stream:
-            # The event is recorded here and not after each use: most uses follow on the same stream, and
-            # an event per replay costs as much as two graph launches.
-            last = torch.cuda.ExternalStream(self._last_stream, device=device)
-            torch.cuda.current_stream(device).wait_stream(last)
-        self._last_stream, self._has_last_stream = stream, True
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(last_stream, device=device))
 
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,16 +114,23 @@ class GraphPool(abc.ABC):
 
     Args:
         device: Whose memory it is.
+        current_stream: See below.
 
     Attributes:
         device: The same.
-        lock: Held through `exclusive` from copy-in to copy-out.
-        lock_owner: The thread that holds it, or None.
+        lock: Held through `exclusive` from copy-in to copy-out; who takes it otherwise asks `is_held` first.
+        is_held: Tells whether this thread is capturing or replaying on the pool.
+        current_stream: Returns a number for this thread's current stream of the device.
+        last_stream: The number of the stream that last used the pool, or None.
     """
 
-    def __init__(self, device: GraphDevice) -> None:
+    def __init__(self, device: GraphDevice, current_stream: Callable[[], int]) -> None:
         self.device = device
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        # Every replay asks both: functions in C, which have no Python frame.
+        self.is_held: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # As Condition asks.
+        self.current_stream = current_stream
+        self.last_stream: int | None = None
 
     def exclusive(self, purpose: str) -> contextlib.AbstractContextManager[Any]:
         """Holds the pool for one capture or one replay, from copy-in to copy-out.
@@ -147,37 +154,49 @@ class GraphPool(abc.ABC):
                 f"{purpose} on a graph pool that this thread is already capturing or replaying on. "
                 "Recordings of one pool share memory and cannot nest; give the inner one its own pool."
             )
-        return self._lock
-
-    def is_held(self) -> bool:
-        """Whether this thread is capturing or replaying on the pool."""
-        held: bool = self._lock._is_owned()  # type: ignore[attr-defined]  # What Condition asks as well.
-        return held
+        return self.lock
 
     def try_acquire(self) -> bool:
         """Holds the pool if no other thread does, and tells whether it does; `release` it then.
 
         A thread that holds it already may hold it once more, other than with `exclusive`.
         """
-        return self._lock.acquire(blocking=False)
+        return self.lock.acquire(blocking=False)
 
     def release(self) -> None:
         """Undoes `try_acquire`."""
-        self._lock.release()
+        self.lock.release()
 
     @property
     def sets_copy_sources(self) -> bool:
         """Whether a boundary copy can be the first node of the next graph (``record_copy``)."""
         return False
 
-    def run(self, steps: Iterable[Callable[[], None]]) -> None:
-        """Calls the steps of a replay in order, with the pool's device current."""
-        for step in steps:
-            step()
+    def launcher(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        """Returns what calls the steps of a replay in order, with the pool's device current."""
+        if len(steps) == 1:
+            return steps[0]
+
+        def launch() -> None:
+            for step in steps:
+                step()
+
+        return launch
+
+    def order_after_last_use(self) -> None:
+        """Orders what the current stream does next after the last use of the pool, on whatever stream.
+
+        Nothing is to be done where ``current_stream()`` is the ``last_stream``.
+        """
+        stream = self.current_stream()
+        if stream != self.last_stream:
+            if self.last_stream is not None:
+                self._wait_for_stream(self.last_stream)
+            self.last_stream = stream
 
     @abc.abstractmethod
-    def order_after_last_use(self) -> None:
-        """Orders what the current stream does next after the last use of the pool, on whatever stream."""
+    def _wait_for_stream(self, last_stream: int) -> None:
+        """Makes this thread's current stream wait for another."""
 
     @abc.abstractmethod
     def capture_scope(self) -> contextlib.AbstractContextManager[None]:

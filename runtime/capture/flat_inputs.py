@@ -33,6 +33,7 @@ class InputFacts:
         static: Tensors that are read where they are (parameters, buffers), and handles of objects.
         copied: Every other tensor that lies on the device.
         keyed: Numbers, and host tensors of one element: graphs hold their values.
+        are_integers: Whether all numbers are integers, at every call.
         varying: Tensors whose sizes or strides do not follow from the numbers among the inputs.
         written: Tensors whose memory the forward may write.
         refusal: Why no graph can hold this forward, or None.
@@ -42,27 +43,30 @@ class InputFacts:
     static: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()
     keyed: tuple[int, ...] = ()
+    are_integers: bool = False
     varying: tuple[int, ...] = ()
     written: frozenset[int] = field(default_factory=frozenset)
     refusal: str | None = None
 
 
-def key_maker(facts: InputFacts) -> Callable[[Sequence[Any]], Any]:
+def key_maker(facts: InputFacts) -> Callable[[Sequence[Any]], Any] | None:
     """Returns what makes the shape key of a call, from as few looks at its inputs as the facts allow.
 
     The key holds values of numbers, shapes and strides that vary, and, where the forward writes inputs, which
-    of the copied inputs share memory.
+    of the copied inputs share memory. None where all calls have one key.
     """
     parts: list[Callable[[Sequence[Any]], Any]] = []
-    if facts.keyed:
+    if facts.keyed and facts.are_integers:
+        parts.append(operator.itemgetter(*facts.keyed))
+    elif facts.keyed:
         parts.append(lambda args: tuple([_value(args[index]) for index in facts.keyed]))
     if facts.varying:
         parts.append(lambda args: tuple([(args[i].shape, args[i].stride()) for i in facts.varying]))
     if facts.written and len(facts.copied) > 1:
         parts.append(lambda args: _alias_pattern([args[index] for index in facts.copied]))
-    if len(parts) == 1:
-        return parts[0]
-    return lambda args: tuple([part(args) for part in parts])
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else lambda args: tuple([part(args) for part in parts])
 
 
 def _value(item: Any) -> Any:
@@ -103,6 +107,10 @@ class FlatInputs:
         views: The inputs that the forward is captured with.
         addresses: Where each static input lies, by its place.
         aliases: For each storage that a view has: the place of one input that lies in it.
+        copy_in: Copies a call's inputs into the buffers, and pads them.
+        only_copy: Buffer and place of one input, where to copy that is all of ``copy_in`` and nothing is written
+            back; else None.
+        can_conflict: Whether `conflicts_with` may hold of any call.
 
     Raises:
         CaptureError: An input that no buffer can stand in for; names its place.
@@ -153,8 +161,12 @@ class FlatInputs:
         self._conflicts = _conflicts(facts, args, has_written_copies=bool(written))
         self._copied = facts.copied
         self._padded_views = {index: self.views[index] for index in forms}
+        self.can_conflict = bool(self._conflicts) and bool(facts.copied)
         copy_in = self._copier()
         self.copy_in = copy_in if self._padding is None else self._padding_copier(self._padding, copy_in)
+        self.only_copy: tuple[torch.Tensor, int] | None = None
+        if self._padding is None and not written and self._is_dense == [True]:
+            self.only_copy = self._targets[0], facts.copied[0]
         self.copy_in(args)
 
     def _copier(self) -> Callable[[Sequence[Any]], None]:
@@ -171,8 +183,8 @@ class FlatInputs:
                 target.copy_(args[index])
 
             return copy_one
-        copy_each = torch_private.copy_each
-        return lambda args: copy_each(targets, pick(args))
+        copy_each, chosen = torch_private.copy_each, operator.itemgetter(*self._copied)
+        return lambda args: copy_each(targets, chosen(args))
 
     def _padding_copier(
         self, padding: CallPadding, copy_whole: Callable[[Sequence[Any]], None]
@@ -218,6 +230,11 @@ class FlatInputs:
         return bool(conflicts) and any(
             args[index].untyped_storage().data_ptr() in conflicts for index in self._copied
         )
+
+    def is_padded(self, args: Sequence[Any]) -> bool:
+        """Tells whether a call is of another size than the buffers; ask only where they have one."""
+        assert self._padding is not None, "buffers of one size are for padded calls"
+        return bool(args[self._padding.size] != self.size)
 
     @property
     def has_written(self) -> bool:

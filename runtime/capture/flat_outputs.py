@@ -19,6 +19,7 @@ from .extents import address_of, bytes_of, lazy_bits, overlaps_itself, span_byte
 
 # Gives one output of a replay from the call's inputs, the recording's outputs, and copied memories.
 _Step = Callable[[Sequence[Any], Sequence[Any], Sequence[torch.UntypedStorage]], Any]
+_OfCall = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 class FlatOutputs:
@@ -34,6 +35,8 @@ class FlatOutputs:
 
     Attributes:
         own_storages: Of the graph memory that calls get.
+        are_clones: Whether each output of a call is a copy of that of the recording.
+        of_call: Gives a call's outputs after a replay, from the call's inputs and the recording's outputs.
     """
 
     def __init__(
@@ -65,13 +68,16 @@ class FlatOutputs:
             else:
                 own.add(storage)
                 steps[index] = _view_of(output)
+        num_clones = 0
         for members in groups.values():
             if len(members) == 1 and _keeps_strides(outputs[members[0]]):
+                num_clones += padding is None
                 steps[members[0]] = _clone(members[0]) if padding is None else _cut(members[0], padding)
             else:
                 steps.update(self._shared(members, outputs))
         self.own_storages = frozenset(own)
-        self._steps = [steps[index] for index in range(len(outputs))]
+        self.are_clones = num_clones == len(outputs)
+        self.of_call = _follow([steps[index] for index in range(len(outputs))], self._memories, padding)
 
     def _refuse_padded_view(self, output: torch.Tensor, inputs: Sequence[Any], index: int) -> None:
         if self._padding is not None and index in self._padding.dims and output is not inputs[index]:
@@ -95,24 +101,6 @@ class FlatOutputs:
             for index, tensor in zip(members, tensors, strict=True)
         }
 
-    def of_call(self, args: Sequence[Any], recorded: Sequence[Any]) -> list[Any]:
-        """Returns a call's outputs after a replay.
-
-        Args:
-            args: The call's inputs.
-            recorded: The recording's outputs.
-        """
-        memories = [memory.copied(recorded) for memory in self._memories]
-        outputs = [step(args, recorded, memories) for step in self._steps]
-        padding = self._padding
-        if padding is None:
-            return outputs
-        real = args[padding.size]
-        return [
-            output if dim is None or output.shape[dim] == real else padding.cut(index, output, real)
-            for index, (output, dim) in enumerate(zip(outputs, padding.output_dims, strict=True))
-        ]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _SharedMemory:
@@ -134,6 +122,23 @@ class _SharedMemory:
         return (
             bytes_of(member, member.data_ptr() + self.shift_bytes, self.num_bytes).clone().untyped_storage()
         )
+
+
+def _follow(steps: Sequence[_Step], shared: Sequence[_SharedMemory], padding: CallPadding | None) -> _OfCall:
+    """Returns what takes one step for each output."""
+
+    def of_call(args: Sequence[Any], recorded: Sequence[Any]) -> list[Any]:
+        memories = [memory.copied(recorded) for memory in shared]
+        outputs = [step(args, recorded, memories) for step in steps]
+        if padding is None:
+            return outputs
+        real = args[padding.size]
+        return [
+            output if dim is None or output.shape[dim] == real else padding.cut(index, output, real)
+            for index, (output, dim) in enumerate(zip(outputs, padding.output_dims, strict=True))
+        ]
+
+    return of_call
 
 
 def _constant(value: Any) -> _Step:

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from .. import torch_private
-from ..errors import CaptureError
-from ..mark import active_capture
+from ..mark import active_capture, active_capture_getter
 from ..records import CallStats
+from .call_capture import run_before_capture
 from .call_padding import GUARDED, CallPadding
 from .call_policy import CallPolicy
+from .call_replay import CapturedCall, ReplayCounts
 from .captured import ALIASED_INPUTS, SIZE_OVER_LARGEST
 from .device import GraphPool
 from .devices import graph_device_for
 from .flat_inputs import FlatInputs, InputFacts, key_maker, share_memory
 from .flat_outputs import FlatOutputs
-from .recording import Recording
 from .session import CaptureMode, CaptureSession, is_session_open
 from .sizes import padded_size
 
@@ -64,19 +64,8 @@ def capture_stats() -> tuple[CallStats, ...]:
     return tuple(forward.stats() for forward in sorted(_FORWARDS, key=lambda one: one.number))
 
 
-class _Captured:
-    """One recording with what a call needs to use it."""
-
-    def __init__(self, inputs: FlatInputs, recording: Recording, outputs: FlatOutputs) -> None:
-        self.inputs = inputs
-        self.recording = recording
-        self.outputs = outputs
-        self.is_at_home = torch_private.address_check(inputs.addresses)
-        self.owners: list[weakref.ref[torch.Tensor]] = []
-
-
 class OnCallCapture:
-    """The callable that stands for a compiled forward.
+    """A compiled forward that captures itself; `entry` gives the callable that stands for it.
 
     Args:
         forward: Takes flat inputs, returns a flat sequence of outputs.
@@ -123,61 +112,58 @@ class OnCallCapture:
         self._no_padding = padding if isinstance(padding, str) else NOT_LISTED
         self._sizes = tuple(policy.capture_sizes or ())
         self._not_admitted: set[Any] = set()
-        self._key = key_maker(facts)
         self._is_copied = policy.outputs == "copy"
         # By code that is not ours.
-        self._is_capturing: Callable[[], bool] = (
-            torch.cuda.is_current_stream_capturing if facts.device.type == "cuda" else lambda: False
-        )
-        self._by_key: dict[Any, tuple[_Captured, ...]] = {}
+        self._is_capturing = torch_private.stream_capture_check(facts.device)
+        self._by_key: dict[Any, tuple[CapturedCall, ...]] = {}
         self._counted: collections.OrderedDict[Any, int] = collections.OrderedDict()
         self._captures_of: collections.Counter[Any] = collections.Counter()
         self._failures: dict[Any, str] = {}
         self._in_progress: dict[Any, int] = {}
-        self._dead: collections.deque[_Captured] = collections.deque()
+        self._dead: collections.deque[CapturedCall] = collections.deque()
         self._tables = threading.RLock()
         self._without_graph: collections.Counter[str] = collections.Counter()
         self._num_captures = 0
-        self._num_replays = 0
-        self._num_padded = 0
+        self._counts = ReplayCounts()
         _FORWARDS.add(self)
 
-    def __call__(self, *args: Any) -> Sequence[Any]:
-        """Runs the forward: by replay where a graph fits, else as it is.
+    def entry(self) -> Callable[..., Sequence[Any]]:
+        """Returns the callable that stands for the forward: a replay where a graph fits, else the forward as it is.
 
-        Returns:
-            As the forward does. Tensors are fresh or the caller's own; with ``outputs="view"`` graph-owned.
+        It returns what the forward does. Tensors are fresh or the caller's own; with ``outputs="view"`` graph-owned.
+        It is a closure, and what it calls at a replay are closures or functions in C: each look-up of an attribute
+        and each frame counts here (``tests/compile/dropin/test_host_cost.py``).
         """
-        size = None
-        if self._padding is not None:
-            size = padded_size(args[self._padding.size], self._sizes)
-        key = self._key(args if self._padding is None or size is None else self._padding.at(args, size))
-        found = self._by_key.get(key)
-        if found is None or active_capture() is not None or self._is_capturing():
-            return self._run_without_graph(key, args, None, size)
-        values = [*args, *self._held]
-        for captured in found:
-            if captured.is_at_home(values):
-                break
-        else:
-            return self._run_without_graph(key, args, MOVED, size)
-        inputs, recording, pool = captured.inputs, captured.recording, captured.recording.pool
-        if inputs.conflicts_with(args):
-            return self._run_without_graph(key, args, CONFLICT, size)
-        if pool.is_held():
-            return self._run_without_graph(key, args, IN_USE, size)
-        is_padded = self._padding is not None and args[self._padding.size] != size
-        if is_padded and inputs.size is None:
-            return self._run_without_graph(key, args, ALIASED_INPUTS, size)
-        with pool.exclusive("replay"):
-            pool.order_after_last_use()
-            inputs.copy_in(args)
-            recording.run()
-            if inputs.has_written:
-                inputs.copy_back(args, captured.outputs.own_storages)
-            self._num_replays += 1
-            self._num_padded += is_padded
-            return captured.outputs.of_call(args, recording.outputs)
+        padding, sizes, held, key_of = self._padding, self._sizes, self._held, key_maker(self._facts)
+        find, run_without_graph = self._by_key.get, self._run_without_graph
+        active_capture, is_capturing = active_capture_getter(), self._is_capturing
+        lie_at = torch_private.address_check()
+
+        def call(*args: Any) -> Sequence[Any]:
+            size, seen = None, args
+            if padding is not None:
+                size = padded_size(args[padding.size], sizes)
+                if size is not None:
+                    seen = padding.at(args, size)
+            key = None if key_of is None else key_of(seen)
+            found = find(key)
+            if found is None or active_capture() is not None or is_capturing():
+                return run_without_graph(key, args, None, size)
+            values = [*args, *held]
+            for captured in found:
+                if lie_at(values, captured.addresses, captured.places):
+                    break
+            else:
+                return run_without_graph(key, args, MOVED, size)
+            if captured.conflicts_with is not None and captured.conflicts_with(args):
+                return run_without_graph(key, args, CONFLICT, size)
+            if captured.is_held():
+                return run_without_graph(key, args, IN_USE, size)
+            if padding is not None and not captured.is_for_padding and args[padding.size] != size:
+                return run_without_graph(key, args, ALIASED_INPUTS, size)
+            return captured.replay(args)
+
+        return call
 
     def stats(self) -> CallStats:
         """Returns counts and reasons so far."""
@@ -191,8 +177,8 @@ class OnCallCapture:
                 num_graphs=len(recordings),
                 num_breaks=max((one.num_breaks for one in recordings), default=0),
                 num_captures=self._num_captures,
-                num_replays=self._num_replays,
-                num_padded=self._num_padded,
+                num_replays=self._counts.num_replays,
+                num_padded=self._counts.num_padded,
                 without_graph=dict(self._without_graph),
                 failures=tuple(dict.fromkeys(self._failures.values())),
             )
@@ -286,21 +272,16 @@ class OnCallCapture:
     # Capturing
 
     def _capture(self, key: Any, args: tuple[Any, ...], size: int | None) -> Sequence[Any]:
-        """Runs the call and records its shape; what cannot be recorded runs as it is from now on.
-
-        At a capture size the call runs padded already, as replays will: kernels that look at sizes are ready then.
-        """
+        """Runs the call and records its shape; what cannot be recorded runs as it is from now on."""
         pool = self._pool_for_capture()
         is_done = False
         try:
-            caller = _current_stream(self._facts.device)
             with pool.exclusive("capture"):
                 pool.order_after_last_use()
                 self._free_dead()
-                with pool.on_capture_stream():
-                    padded = self._padded_inputs(args, size)
-                    outputs = self._forward(*args) if padded is None else self._run_padded(padded, args)
-            _used_on(caller, outputs)
+                outputs, padded = run_before_capture(
+                    pool, self._forward, self._facts, args, padding=self._padding, size=size
+                )
             try:
                 captured = self._record(pool, args, padded)
             except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
@@ -315,29 +296,6 @@ class OnCallCapture:
                     self._counted[key] = count - 1
         return outputs
 
-    def _padded_inputs(self, args: tuple[Any, ...], size: int | None) -> FlatInputs | None:
-        """Returns buffers of a capture size that hold a call's inputs; None where the call is captured as it is."""
-        if size is None or share_memory(self._facts, args):
-            return None
-        try:
-            return FlatInputs(self._facts, args, padding=self._padding, size=size)
-        except CaptureError:
-            return None  # The recording meets the same error, when the call is done.
-
-    def _run_padded(self, inputs: FlatInputs, args: tuple[Any, ...]) -> Sequence[Any]:
-        """Runs the forward at a capture size, on the buffers that it will be recorded with."""
-        outputs = list(self._forward(*inputs.views))
-        if inputs.has_written:
-            inputs.copy_back(args, frozenset())
-        plan_for = partial(
-            FlatOutputs, outputs, inputs.views, owns=lambda _: True, is_copied=True, padding=self._padding
-        )
-        try:
-            plan = plan_for(inputs.aliases)
-        except CaptureError:
-            plan = plan_for({})  # Copies all; the recording meets the same error.
-        return plan.of_call(args, outputs)
-
     def _pool_for_capture(self) -> GraphPool:
         with self._tables:
             if self._pool is None:
@@ -351,7 +309,7 @@ class OnCallCapture:
         with self._tables:
             self._failures[key] = message
 
-    def _add(self, key: Any, captured: _Captured) -> None:
+    def _add(self, key: Any, captured: CapturedCall) -> None:
         with self._tables:
             self._num_captures += 1
             self._captures_of[key] += 1
@@ -359,7 +317,7 @@ class OnCallCapture:
                 self._drop(surplus)
             self._by_key[key] = (captured, *self._by_key.get(key, ()))
 
-    def _record(self, pool: GraphPool, args: tuple[Any, ...], padded: FlatInputs | None) -> _Captured:
+    def _record(self, pool: GraphPool, args: tuple[Any, ...], padded: FlatInputs | None) -> CapturedCall:
         """Records the forward at the shape of a call, or on buffers that there are; nothing is executed."""
         inputs = FlatInputs(self._facts, args) if padded is None else padded
         session = CaptureSession(
@@ -386,14 +344,14 @@ class OnCallCapture:
         for place, tensor in enumerate(self._held, start=len(args)):
             inputs.addresses[place] = tensor.data_ptr()
         inputs.forget_caller()
-        captured = _Captured(inputs, session.recording, plan)
+        captured = CapturedCall(inputs, session.recording, plan, self._counts)
         forget = partial(_forget, weakref.ref(self), weakref.ref(captured))
         captured.owners = [weakref.ref(args[index], forget) for index in self._facts.static]
         return captured
 
     # Freeing
 
-    def _drop(self, captured: _Captured) -> None:
+    def _drop(self, captured: CapturedCall) -> None:
         """Takes a recording out of use and frees it, now or with the next capture."""
         with self._tables:
             for key, found in list(self._by_key.items()):
@@ -423,15 +381,3 @@ def _forget(forward: Any, captured: Any, _: Any) -> None:
     alive, recorded = forward(), captured()
     if alive is not None and recorded is not None:
         alive._drop(recorded)
-
-
-def _current_stream(device: torch.device | None) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-
-
-def _used_on(stream: torch.cuda.Stream | None, outputs: Sequence[Any]) -> None:
-    """Tells the allocator that results of work on the capture stream are used on the caller's."""
-    if stream is not None:
-        for output in outputs:
-            if isinstance(output, torch.Tensor) and output.is_cuda:
-                output.record_stream(stream)

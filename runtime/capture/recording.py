@@ -28,6 +28,7 @@ class Recording:
         outputs: The forward's result: tensors in the pool are non-owning aliases, overwritten by
             the next replay of any recording on this pool. They are valid because ``segments`` pin
             the pool; a reader who drops the recording must have copied them first.
+        launch: What `run` does once it ran a first time, at the least cost; None before, and once it was reset.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class Recording:
         self.outputs = _without_ownership(outputs, pool)
         self._statics = statics
         self._steps = self._bind()
-        self._has_run = False
         self._device_type = pool.device.torch_device.type
+        self.launch: Callable[[], None] | None = None
 
     def _bind(self) -> tuple[Callable[[], None], ...]:
         bound = (segment.bind() for segment in self.segments)
@@ -93,19 +94,31 @@ class Recording:
 
         The caller called ``refuse_inside_capture`` and holds ``pool.exclusive``.
         """
-        if not self._has_run:
-            self.check_static_addresses()
-        # Bodies run as they did at capture, whatever the caller's modes are now: without autograd, and
-        # under the autocast that each brings with it.
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device_type):
-            with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-                self.pool.run(self._steps)
-        else:
-            self.pool.run(self._steps)
-        if not self._has_run:
-            self._has_run = True
-            # The first run taught the graphs whether they draw random numbers; others launch faster.
-            self._steps = self._bind()
+        if self.launch is not None:
+            self.launch()
+            return
+        self.check_static_addresses()
+        self._launcher()()
+        # The first run taught the graphs whether they draw random numbers; others launch faster.
+        self._steps = self._bind()
+        self.launch = self._launcher()
+
+    def _launcher(self) -> Callable[[], None]:
+        """Returns what calls the steps; refers to the graphs, and not to this object."""
+        launch, device_type = self.pool.launcher(self._steps), self._device_type
+        if self.num_breaks == 0:
+            return launch  # Graphs know no modes.
+
+        def launch_in_modes() -> None:
+            # Bodies run as they did at capture, whatever the caller's modes are now: without autograd, and
+            # under the autocast that each brings with it.
+            if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type):
+                with torch.no_grad(), torch.autocast(device_type, enabled=False):
+                    launch()
+            else:
+                launch()
+
+        return launch_in_modes
 
     def refuse_inside_capture(self) -> None:
         """Call before taking the pool for a replay.
@@ -130,6 +143,8 @@ class Recording:
     def reset(self) -> None:
         """Frees the graphs. The pool's memory goes back once no recording uses it. Idempotent."""
         self._steps = (self._raise_reset,)
+        self.launch = None
+        self._statics = StaticTensors()
         for segment in self.segments:
             if isinstance(segment, GraphSegment):
                 segment.graph.reset()

@@ -11,7 +11,6 @@ This module must not know of static inputs or capture sizes beyond the key that 
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -21,6 +20,7 @@ import torch
 
 from .. import tree
 from ..errors import CaptureError, CaptureForbiddenError
+from ..garbage import collection_paused
 from ..interrupts import HeldInterrupts
 from ..mark import MarkedFunction, active_capture, use_capture
 from ..object_state import unchanged_objects
@@ -124,7 +124,7 @@ class CaptureSession:
             stack.enter_context(_counted_as_open())
             self.pool.order_after_last_use()
             stack.enter_context(_translated(self))
-            stack.enter_context(_no_garbage_collection())
+            stack.enter_context(collection_paused())
             stack.enter_context(without_autocast_cache())
             stack.enter_context(self.pool.capture_scope())
             self.statics.note_addresses()
@@ -329,19 +329,3 @@ def _translated(session: CaptureSession) -> Iterator[None]:
         if better is None:
             raise
         raise better from error
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps Python's collector from freeing device objects in the middle of a capture.
-
-    It is neither run (a collection per segment took two thirds of the build in `pytorch#158193`)
-    nor frozen (`vllm#24128`), and restored as it was.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -152,10 +152,13 @@ def test_debug_mode_takes_what_a_graph_cannot_hold(graph_device: GraphDevice) ->
     assert_equal(captured(y), reads_host(y))
 
 
-def test_reset_recording_raises_and_callable_runs_eager(graph_device: GraphDevice) -> None:
+@pytest.mark.parametrize("has_run", [False, True])
+def test_reset_recording_raises_and_callable_runs_eager(graph_device: GraphDevice, has_run: bool) -> None:
     x = ramp(graph_device, 4)
     captured = capture(forward, (x,), device=graph_device)
     (recording,) = captured.recordings.values()
+    if has_run:  # Then it launches its graphs directly.
+        captured(x)
     captured.reset()
     captured.reset()
     with pytest.raises(ReplayError, match="reset"):

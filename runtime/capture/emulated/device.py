@@ -39,7 +39,7 @@ class EmulatedPool(GraphPool):
     """
 
     def __init__(self, device: EmulatedDevice) -> None:
-        super().__init__(device)
+        super().__init__(device, int)  # One stream: number 0.
         self.arena = Arena(device.reserve)
         self._sets_copy_sources = device.sets_copy_sources
         self._recorder: Recorder | None = None
@@ -50,9 +50,8 @@ class EmulatedPool(GraphPool):
     def sets_copy_sources(self) -> bool:
         return self._sets_copy_sources
 
-    def order_after_last_use(self) -> None:
-        # The CPU has finished a replay when it returns.
-        return
+    def _wait_for_stream(self, last_stream: int) -> None:
+        raise AssertionError("the emulated device replays on one stream")
 
     @contextlib.contextmanager
     def capture_scope(self) -> Iterator[None]:

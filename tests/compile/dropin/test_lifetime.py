@@ -17,8 +17,10 @@ from torch import nn
 from sgl_piecewise import eager_on_graph
 from sgl_piecewise.compiler.layer_sharing import compile_layers_once
 from sgl_piecewise.compiler.traced_function import TracedFunction
+from sgl_piecewise.runtime.capture.call_replay import CapturedCall
 from sgl_piecewise.runtime.capture.device import GraphPool
 from sgl_piecewise.runtime.capture.recording import Recording
+from sgl_piecewise.runtime.errors import ReplayError
 from sgl_piecewise.runtime.mark_handles import num_handles
 
 from .support import (
@@ -399,6 +401,17 @@ def test_two_threads_use_one_compiled_model(device: torch.device) -> None:
     # How many calls of one thread run while the other captures is chance; every call is one or the other.
     assert total("num_replays") > 0
     assert total("num_replays") + sum(without_graph().values()) == 41
+
+
+def test_a_recording_that_another_thread_freed_meanwhile_is_not_launched() -> None:
+    """A call finds its recording before it has the pool, and what it would launch then may be gone."""
+    compiled = drop_in(lambda x: x * 2 + 1)
+    for _ in range(4):
+        compiled(X)
+    (captured,) = (one for one in gc.get_objects() if type(one) is CapturedCall)
+    captured.recording.reset()
+    with pytest.raises(ReplayError, match="was reset"):
+        compiled(X)
 
 
 # Gradients and outer captures ----------------------------------------------------------------------

@@ -1,0 +1,128 @@
+"""One recording of a call, and the replay of it at the least cost to the host.
+
+What a replay does, and which checks a call needs before it, is known once the recording is there; so the code below
+decides then and not at the calls, and looks up nothing twice. One invariant: from copying in to copying out a
+replay holds the pool. This module must not know when calls are recorded, or why they are not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .flat_inputs import FlatInputs
+from .flat_outputs import FlatOutputs
+from .recording import Recording
+
+Replay = Callable[[Sequence[Any]], Sequence[Any]]
+"""Gives a call's outputs from its inputs; the caller does not hold the pool, and no capture is under way."""
+
+
+@dataclass(kw_only=True)
+class ReplayCounts:
+    """Counts of one forward; written while its pool is held.
+
+    Attributes:
+        num_replays: Calls that were replays.
+        num_padded: Of those, at a larger size than their own.
+    """
+
+    num_replays: int = 0
+    num_padded: int = 0
+
+
+class CapturedCall:
+    """One recording with what a call needs to use it.
+
+    Args:
+        inputs: Its buffers.
+        recording: The recording.
+        outputs: How its outputs become a call's.
+        counts: Where replays are counted.
+
+    Attributes:
+        recording: As given.
+        addresses: Where static inputs lie, by place, as `torch_private.address_check` wants it.
+        places: Of the static inputs.
+        conflicts_with: Tells whether a call's inputs share memory so that it cannot be a replay; None where none can.
+        is_held: Tells whether this thread is replaying or capturing on the recording's pool.
+        is_for_padding: Whether calls of other sizes may use it.
+        replay: The replay.
+        owners: Kept here by who made this.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "addresses",
+        "conflicts_with",
+        "is_for_padding",
+        "is_held",
+        "owners",
+        "places",
+        "recording",
+        "replay",
+    )
+
+    def __init__(
+        self, inputs: FlatInputs, recording: Recording, outputs: FlatOutputs, counts: ReplayCounts
+    ) -> None:
+        self.recording = recording
+        self.places = list(inputs.addresses)
+        self.addresses = [inputs.addresses.get(place) for place in range(max(self.places, default=-1) + 1)]
+        self.conflicts_with: Callable[[Sequence[Any]], bool] | None = (
+            inputs.conflicts_with if inputs.can_conflict else None
+        )
+        self.is_held = recording.pool.is_held
+        self.is_for_padding = inputs.size is not None
+        self.replay: Replay = _replay_of(inputs, recording, outputs, counts)
+        self.owners: list[weakref.ref[torch.Tensor]] = []
+
+
+def _replay_of(
+    inputs: FlatInputs, recording: Recording, outputs: FlatOutputs, counts: ReplayCounts
+) -> Replay:
+    pool = recording.pool
+    lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
+    if inputs.only_copy is not None and outputs.are_clones and len(recording.outputs) == 1:
+        target, place = inputs.only_copy
+
+        def replay_one(args: Sequence[Any]) -> Sequence[Any]:
+            with lock:
+                if current_stream() != pool.last_stream:
+                    order_after_last_use()
+                target.copy_(args[place])
+                # Asked of the recording each time: another thread may have reset it before this one had the pool.
+                (recording.launch or recording.run)()
+                counts.num_replays += 1
+                return (recording.outputs[0].clone(),)
+
+        return replay_one
+    copy_in, copy_back, of_call, own_storages = (
+        inputs.copy_in,
+        inputs.copy_back if inputs.has_written else None,
+        None if outputs.are_clones else outputs.of_call,
+        outputs.own_storages,
+    )
+    clone = torch.Tensor.clone
+    is_padded = inputs.is_padded if inputs.size is not None else None
+
+    def replay(args: Sequence[Any]) -> Sequence[Any]:
+        with lock:
+            if current_stream() != pool.last_stream:
+                order_after_last_use()
+            copy_in(args)
+            (recording.launch or recording.run)()
+            if copy_back is not None:
+                copy_back(args, own_storages)
+            counts.num_replays += 1
+            if is_padded is not None:
+                counts.num_padded += is_padded(args)
+            if of_call is None:
+                return list(map(clone, recording.outputs))
+            return of_call(args, recording.outputs)
+
+    return replay
