@@ -15,7 +15,7 @@ from sgl_piecewise.runtime.errors import ConfigError, nearest
 
 from .backend import compile_graph
 from .layer_runner import LayerRunner
-from .layer_sharing import compile_layers_once
+from .layer_sharing import compile_layers_once, repeated_layers
 from .options import options_from
 from .traced_function import CompileCounts, CompileState, OnRecompile, TracedFunction, ready_to_trace
 
@@ -47,10 +47,12 @@ class CompiledForward:
         self.__wrapped__ = fn.forward if isinstance(fn, torch.nn.Module) else fn
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__qualname__)
-        if shares_layers and self.__self__ is not None:
+        is_shared = False
+        if shares_layers and self.__self__ is not None and repeated_layers(self.__self__):
             compile_layers_once(self.__self__)
+            is_shared = True
         self._fn = fn
-        self._state = CompileState()
+        self._state = CompileState(has_repeats=not is_shared)
         backend = functools.partial(compile_graph, options=options_from(options))
         runner = LayerRunner(backend, self._state)
         self._function = TracedFunction(

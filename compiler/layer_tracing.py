@@ -140,8 +140,8 @@ def _planned(
 ) -> tuple[Results, tree.Spec]:
     """Returns what the call gives, from an equal call if there was one."""
     plans = _PLANS.setdefault(call.tx.fake_mode.shape_env, {})
-    metas = tuple(f"{one.dtype} {one.device} {one.shape} {one.stride()}" for one in examples)
-    key = (layer_structure(layer), arguments, tuple(call.leaves), metas, tuple(map(str, call.symbolic_ints)))
+    called_with = (layer_structure(layer), arguments, tuple(call.leaves))
+    key = (*called_with, _sizes_of(call, examples))
     results = Results(call)
     if key in plans:
         spec, leaves = plans[key]
@@ -150,8 +150,16 @@ def _planned(
     num_ints = len(call.ints)
     spec = results.run_body(arguments, _FakeMarks())
     if len(call.ints) == num_ints:
-        plans[key] = spec, list(results.leaves)
+        # The run may have found that two sizes are one; the next layer's tensors have it from the start.
+        for sizes in (key[-1], _sizes_of(call, examples)):
+            plans[*called_with, sizes] = spec, list(results.leaves)
     return results, spec
+
+
+def _sizes_of(call: TracedCall, examples: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """Returns what results can hang on of the tensors and symbolic integers of a call, as text."""
+    metas = [f"{one.dtype} {one.device} {one.shape} {one.stride()}" for one in examples]
+    return (*metas, *map(str, call.symbolic_ints))
 
 
 def layer_structure(layer: torch.nn.Module) -> str:

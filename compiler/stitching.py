@@ -46,7 +46,10 @@ def compile_and_stitch(
     for node in split.graph.nodes:
         if node.op == "call_module" and node.target not in compiled:
             name = str(node.target)
-            compiled[name] = _compile(name, pieces[name], node, piece_compiler, dump_folder)
+            # Dynamo is off for all that a backend returns.
+            compiled[name] = torch_private_compiling.with_dynamo_as_it_is(
+                _compile(name, pieces[name], node, piece_compiler, dump_folder)
+            )
     for node in split.graph.nodes:
         if is_marked_call(node.target):
             node.target = body_of(node.target)

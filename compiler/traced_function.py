@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_piecewise.runtime import torch_private_entries
+from sgl_piecewise.runtime import torch_private_entries, torch_private_trace_cost
 from sgl_piecewise.runtime.errors import CompileError, RecompileError, SglPiecewiseError
 from sgl_piecewise.runtime.garbage import collection_paused
 from sgl_piecewise.runtime.records import COMPILE_PIECES, FIRST_RUN, TRACE, LapClock
@@ -75,6 +75,7 @@ class CompileState:
         fallbacks: Calls of a frozen forward that ran eager, by function.
         must_be_dynamic: Whether a trace that bakes in a dynamic dimension is an error; else it serves one size.
         clock: Where the time of compiles went, by the names above.
+        has_repeats: Whether a trace may hold many equal layers, because they are not shared.
     """
 
     on_recompile: OnRecompile | None = None
@@ -83,6 +84,7 @@ class CompileState:
     fallbacks: collections.Counter[str] = field(default_factory=collections.Counter)
     clock: LapClock = field(default_factory=LapClock)
     must_be_dynamic: bool = False
+    has_repeats: bool = False
     epoch: int = 0  # Of trust: what was noted in another is void.
 
     @contextlib.contextmanager
@@ -192,7 +194,9 @@ class TracedFunction:
             self._state.fallbacks[self.name] += 1
             return self._function(*values)
         phase = self._state.clock.phase(TRACE)
-        with self._lock, torch_private_entries.one_compile_for_all_sizes(), collection_paused(), phase:
+        once = torch_private_entries.one_compile_for_all_sizes()
+        plainly = torch_private_trace_cost.plain_traces(keeps_shapes=self._state.has_repeats)
+        with self._lock, once, plainly, collection_paused(), phase:
             token = _COUNTS.set(self._state.counts)
             try:
                 return self._compiled(*before_trace(*values))

@@ -178,9 +178,10 @@ class Decoder(nn.Module):
             The state that the next layer takes, or `end_layers`.
         """
         delta_TE, residual_TE, angles, num_real_tokens = state
+        every_layer = list(self.layers)  # Dynamo takes milliseconds for each index into a ModuleList.
         for index in layers:
             cos_T1D, sin_T1D = angles[self._angles_of_layer[index]]
-            delta_TE, residual_TE = self.layers[index](
+            delta_TE, residual_TE = every_layer[index](
                 delta_TE, residual_TE, cos_T1D, sin_T1D, num_real_tokens
             )
         return LayerState(delta_TE, residual_TE, angles, num_real_tokens)

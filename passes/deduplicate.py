@@ -32,6 +32,8 @@ def deduplicate(gm: GraphModule, example_inputs: Sequence[Any], *, options_text:
     replaced: dict[str, str] = {}
     for name, piece in pieces_of(gm).items():
         replaced[name] = first.setdefault(piece_text(piece, options_text), name)
+    if len(first) == len(replaced):
+        return gm
     for node in gm.graph.nodes:
         if node.op == "call_module":
             node.target = replaced.get(str(node.target), node.target)

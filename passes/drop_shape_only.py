@@ -24,9 +24,12 @@ def drop_shape_only(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModu
     Returns:
         The same module.
     """
+    num_erased = 0
     for node in reversed(gm.graph.nodes):
         if node.meta.get(SHAPE_ONLY) and not node.users:
             gm.graph.erase_node(node)
-    gm.graph.lint()
-    gm.recompile()
+            num_erased += 1
+    if num_erased:
+        gm.graph.lint()
+        gm.recompile()
     return gm

@@ -120,8 +120,10 @@ def refuse_findings(findings: Sequence[Finding]) -> None:
 
 
 def _examples(node: Node) -> list[Any]:
+    """Returns what the node's inputs were in the trace, to be used outside of it: its sizes as numbers if it can be."""
     values = [used.meta.get("example_value") for used in _inputs_of(node)]
-    return torch_private_compiling.example_inputs(values)
+    at_hints = torch_private_compiling.examples_at_hints(values)
+    return torch_private_compiling.example_inputs(values) if at_hints is None else at_hints
 
 
 def _inputs_of(node: Node) -> list[Any]:

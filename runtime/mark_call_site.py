@@ -136,6 +136,14 @@ class CallSite:
         return any(map(_holds_containers, self.arguments.children))
 
     @functools.cached_property
+    def _returns_arguments(self) -> bool:
+        return any(one.kind == "argument" for one in self.result_leaves)
+
+    @functools.cached_property
+    def _has_fresh(self) -> bool:
+        return any(one.fresh is not None for one in self.result_leaves)
+
+    @functools.cached_property
     def _sizes(self) -> torch_private_sizes.SizesOfCall:
         return torch_private_sizes.SizesOfCall(
             [None if one.fresh is None else (one.fresh.shape, one.fresh.stride) for one in self.result_leaves]
@@ -147,31 +155,26 @@ class CallSite:
         It keeps none of the tensors.
         """
         sizes = self._sizes.of(tensors, ints)
-        fresh = [
-            None
-            if leaf.fresh is None
-            else dataclasses.replace(leaf.fresh, shape=sizes[index][0], stride=sizes[index][1])
-            for index, leaf in enumerate(self.result_leaves)
-        ]
 
         def results(*args: Any, **kwargs: Any) -> Any:
-            given = tree.flatten((args, kwargs))[0]
-            by_index = {
-                leaf.index: value
-                for leaf, value in zip(self.argument_leaves, given, strict=True)
-                if leaf.kind == "tensor"
-            }
+            by_index = self._tensors_in(args, kwargs) if self._returns_arguments else {}
             leaves = [
-                one.empty((), ())
-                if one is not None
+                torch.empty_strided(*form, dtype=plan.fresh.dtype, device=plan.fresh.device)
+                if plan.fresh is not None
                 else by_index[plan.index]
                 if plan.kind == "argument"
                 else plan.value
-                for plan, one in zip(self.result_leaves, fresh, strict=True)
+                for plan, form in zip(self.result_leaves, sizes, strict=True)
             ]
             return tree.unflatten(self.results, leaves)
 
         return results
+
+    def _tensors_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Returns the tensors among a call's arguments, by the operator's index of them."""
+        given = tree.flatten((args, kwargs))[0]
+        pairs = zip(self.argument_leaves, given, strict=True)
+        return {leaf.index: value for leaf, value in pairs if leaf.kind == "tensor"}
 
     def fresh_results(self, result: Any, tensors: Sequence[torch.Tensor], ints: Sequence[int]) -> list[Any]:
         """Checks a result against what tracing was told, and returns its fresh tensors.
@@ -179,16 +182,18 @@ class CallSite:
         Raises:
             MarkResultError: They differ; the message names the mark, the path and both sides.
         """
-        leaves, spec = tree.flatten(result)
-        found = tree.difference(self.results, spec, "result")
-        if found is not None:
+        leaves = tree.leaves_of(self.results, result)
+        if leaves is None:
+            found = tree.difference(self.results, tree.flatten(result)[1], "result")
+            assert found is not None, "structures differ and are equal"
             raise self._mismatch(found.replace("captured", "traced"))
         fresh: list[Any] = []
         sizes = self._sizes.of(tensors, ints)
+        memory = torch_private.memory_of(tensors) if self._has_fresh else frozenset()
         for index, (leaf, plan) in enumerate(zip(leaves, self.result_leaves, strict=True)):
-            problem = _problem(leaf, plan, None if sizes[index] is None else sizes[index][0], tensors)
+            problem = _problem(leaf, plan, None if sizes[index] is None else sizes[index][0], tensors, memory)
             if problem is not None:
-                raise self._mismatch(f"{tree.paths(spec, 'result')[index]}: {problem}")
+                raise self._mismatch(f"{tree.paths(self.results, 'result')[index]}: {problem}")
             if plan.fresh is not None:
                 fresh.append(_with_strides(leaf, sizes[index][1]))
         return fresh
@@ -203,9 +208,16 @@ class CallSite:
 
 
 def _problem(
-    leaf: Any, plan: ResultLeaf, shape: tuple[Any, ...] | None, tensors: Sequence[torch.Tensor]
+    leaf: Any,
+    plan: ResultLeaf,
+    shape: tuple[Any, ...] | None,
+    tensors: Sequence[torch.Tensor],
+    memory: frozenset[Any],
 ) -> str | None:
-    """Says how a leaf differs from its plan and, if it is to be fresh, its shape; or returns None."""
+    """Says how a leaf differs from its plan and, if it is to be fresh, its shape; or returns None.
+
+    ``memory`` is that of ``tensors``.
+    """
     if plan.kind == "constant":
         if type(leaf) is type(plan.value) and (leaf is plan.value or leaf == plan.value):
             return None
@@ -222,13 +234,15 @@ def _problem(
     if not is_same_kind or leaf.shape != shape:
         traced = (shape, plan.fresh.dtype, plan.fresh.device.type)
         return f"traced {traced}, now {(tuple(leaf.shape), leaf.dtype, leaf.device.type)}"
-    if leaf.numel() and any(torch_private.shares_memory(leaf, tensor) for tensor in tensors):
+    if leaf.numel() and not memory.isdisjoint(torch_private.memory_of((leaf,))):
         return "traced a fresh tensor, now one that shares memory with an argument"
     return None
 
 
 def _with_strides(leaf: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Returns the tensor with the strides that compiled code relies on, a copy where they differ."""
+    if leaf.stride() == stride:
+        return leaf
     pairs = zip(leaf.shape, leaf.stride(), stride, strict=True)
     if leaf.numel() < 2 or all(one == other for size, one, other in pairs if size != 1):
         return leaf

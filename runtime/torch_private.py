@@ -343,6 +343,16 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def memory_of(tensors: Iterable[torch.Tensor]) -> frozenset[Any]:
+    """Names the memory of tensors: two of them have a name in common where `shares_memory` says so."""
+    return frozenset(
+        [
+            (one.device, one.untyped_storage().data_ptr()) if one.layout is torch.strided else id(one)
+            for one in tensors
+        ]
+    )
+
+
 def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether two tensors are the same elements of the same memory."""
     return (

@@ -88,7 +88,9 @@ def on_fake_tensors_of(values: Sequence[Any]) -> Iterator[list[Any]]:
     Yields:
         The values to work with.
     """
-    mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    own = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    is_apart = own is not None and own is not detect_fake_mode()  # As `examples_at_hints` makes them.
+    mode = own if is_apart else detect_fake_mode([one for one in values if isinstance(one, torch.Tensor)])
     if mode is None:
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         values = [mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in values]
@@ -96,6 +98,8 @@ def on_fake_tensors_of(values: Sequence[Any]) -> Iterator[list[Any]]:
     mode.allow_non_fake_inputs = True
     try:
         with contextlib.ExitStack() as stack:
+            if is_apart:
+                stack.enter_context(outside_of_traces())
             if env is not None:
                 stack.enter_context(env.suppress_guards())
                 stack.enter_context(env.ignore_fresh_unbacked_symbols())
@@ -161,10 +165,73 @@ def _like(value: torch.Tensor, bases: dict[int, Any]) -> torch.Tensor:
     return with_lazy_bits_of(value, example)
 
 
+def examples_at_hints(values: Sequence[Any]) -> list[Any] | None:
+    """Returns inputs like the trace's values at the sizes that it was traced with, in a fake mode of their own.
+
+    For what asks which operators run: with numbers for sizes that takes a fraction of the time. Tensors that share
+    memory share it again.
+
+    Returns:
+        The inputs, or None where a size has no such number (only the data gives it), a tensor is not strided, or one
+        stands for a Python number.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if any(one.layout is not torch.strided or getattr(one, "item_memo", None) is not None for one in tensors):
+        return None
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    bases: dict[int, torch.UntypedStorage] = {}
+    examples: list[Any] = []
+    with mode, torch.inference_mode(False), torch.no_grad():
+        for value in values:
+            example = _at_hint(value, bases) if isinstance(value, torch.Tensor) else _hint(value)
+            if example is None and value is not None:
+                return None
+            examples.append(example)
+    return examples
+
+
+def _at_hint(value: torch.Tensor, bases: dict[int, Any]) -> torch.Tensor | None:
+    form = [_hint(one) for one in (*value.shape, *value.stride(), value.storage_offset())]
+    num_bytes = _hint(value.untyped_storage().nbytes())
+    if num_bytes is None or any(one is None for one in form):
+        return None
+    key = storage_key(value)
+    if key not in bases:
+        bases[key] = torch.empty(num_bytes // value.element_size(), dtype=value.dtype, device=value.device)
+    base = bases[key]
+    if base.dtype != value.dtype:
+        base = base.view(value.dtype)
+    dims = value.dim()
+    example = base.as_strided(form[:dims], form[dims:-1], form[-1])
+    return with_lazy_bits_of(value, example)
+
+
+def _hint(value: Any) -> Any:
+    """Returns the number that a symbolic number had in the trace, None if it had none; others as they are."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint if value.node.has_hint() else None
+    return value
+
+
 def share_memory(values: Sequence[Any]) -> bool:
     """Tells whether two of the tensors have one storage."""
     keys = [storage_key(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
     return len(set(keys)) < len(keys)
+
+
+def with_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what ``torch.compiler.disable`` was wrapped around, where it was, for callers that Dynamo is off for.
+
+    Compilers switch Dynamo off around what they return, which at each call takes as long as a small operator.
+    Relies on the attributes that Dynamo itself unwraps such a function by.
+    """
+    # What wraps such a function copies its attributes: the number tells whose they are.
+    attributes = getattr(function, "__dict__", {})
+    is_its_own = attributes.get("_torchdynamo_wrapper_id") == id(function)
+    if not (is_its_own and attributes.get("_torchdynamo_disable", False)):
+        return function
+    inner: Callable[..., Any] = attributes["_torchdynamo_orig_callable"]
+    return inner
 
 
 # Failures to trace --------------------------------------------------------------------------------

@@ -94,7 +94,12 @@ def mark_dynamic(tensor: torch.Tensor, dims: Sequence[int], *, must_be: bool) ->
 
 def without_dynamic_marks(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that ``mark_dynamic`` was not called on, over the same memory: guards look at the marks."""
-    return tensor.detach() if any(name.startswith("_dynamo_") for name in vars(tensor)) else tensor
+    attributes = vars(tensor)
+    return tensor.detach() if attributes and any(map(_is_mark, attributes)) else tensor
+
+
+def _is_mark(attribute: str) -> bool:
+    return attribute.startswith("_dynamo_")
 
 
 @contextlib.contextmanager

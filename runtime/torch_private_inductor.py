@@ -54,8 +54,12 @@ def inductor_settings() -> list[str]:
 
 
 def import_dynamo() -> None:
-    """Imports what Dynamo would import while it traces its first function; a module that is gone is left out."""
+    """Imports what Dynamo would import while it traces its first function; a module that is gone is left out.
+
+    Also the backends that Dynamo knows, which it imports when it is first asked for one by name.
+    """
     _import_those_there(_DYNAMO_MODULES)
+    torch.compiler.list_backends()
 
 
 def _import_those_there(names: Sequence[str]) -> None:
@@ -74,6 +78,7 @@ def set_up_inductor() -> None:
     """
     start_workers()
     _import_those_there(_MODULES)
+    _register_code_generators()
     # After the imports: hashing Triton's sources imports some of it, and two threads that import can block each other.
     hashing = threading.Thread(target=_hash_sources, name="hash sources of torch and triton")
     hashing.start()
@@ -81,6 +86,13 @@ def set_up_inductor() -> None:
         _register_patterns()
     finally:
         hashing.join()
+
+
+def _register_code_generators() -> None:
+    """Imports the code generators of all devices, as the first compile does; relies on one function that does it."""
+    from torch._inductor.codegen import common
+
+    common.init_backend_registration()
 
 
 def _hash_sources() -> None:

@@ -123,7 +123,7 @@ def start_compile_workers(compilers: Iterable[object]) -> None:
 
 def import_compiler(compiler: str | Callable[..., Any]) -> None:
     """Imports the compiler and what compiles its pieces, here and not before; a build does not count it."""
-    from sgl_piecewise.compiler import forward  # noqa: F401 - for what it imports
+    from sgl_piecewise.compiler import forward, layer_tracing, trace_size  # noqa: F401 - for what they import
     from sgl_piecewise.compiler.piece_compilers import import_piece_compiler
 
     import_piece_compiler(compiler)
