@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_piecewise.runtime.errors import CheckpointError
+from sgl_piecewise.runtime.errors import CheckpointError, ConfigError
 
 from .extras import import_extra
 from .weights.huggingface import read_json
@@ -41,7 +41,18 @@ class Tokenizer:
         Args:
             text: Special tokens written out in it, such as ``<|im_start|>``, become single ids.
             add_special_tokens: Begins as the model was trained to begin (some with a BOS token).
+
+        Raises:
+            ConfigError: The text is no Unicode: it holds a lone surrogate, which is how Python reads a byte that is not
+                UTF-8 on a command line.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as err:
+            raise ConfigError(
+                f"The text holds {text[err.start]!r} at index {err.start}, a lone surrogate, and no tokenizer knows "
+                "that. Give text in UTF-8, or replace what is not (bytes.decode(errors='replace'))."
+            ) from err
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from sgl_piecewise.models.gguf_tokenizer import tokenizer_from_gguf
 from sgl_piecewise.models.tokenizer import Tokenizer, tokenizer_from_huggingface
-from sgl_piecewise.runtime.errors import CheckpointError
+from sgl_piecewise.runtime.errors import CheckpointError, ConfigError
 
 CONTROL, USER_DEFINED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<think>"]
 TRAINING_TEXT = [
@@ -120,6 +120,14 @@ def test_the_kinds_cut_numbers_differently_so_the_test_above_can_fail() -> None:
         for kind in ("gpt-2", "smollm", "qwen2", "llama-bpe")
     }
     assert lengths == {"gpt-2": 2, "smollm": 9, "qwen2": 9, "llama-bpe": 5}
+
+
+def test_a_text_that_is_no_unicode_is_refused_by_what_is_in_it() -> None:
+    """huggingface/transformers#43459: the error for a lone surrogate said that the text was no text."""
+    tokenizer = rebuilt(gguf_metadata(trained("gpt-2"), "gpt-2"))
+    argument = b"caf\xe9".decode("utf-8", errors="surrogateescape")  # As Python reads its command line.
+    with pytest.raises(ConfigError, match=r"'\\udce9' at index 3.*UTF-8"):
+        tokenizer.encode(argument)
 
 
 def test_control_tokens_are_single_ids_and_can_be_skipped() -> None:
