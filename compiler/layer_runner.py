@@ -17,7 +17,6 @@ from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
 from sgl_piecewise.runtime.errors import CaptureForbiddenError, CompileError
 from sgl_piecewise.runtime.mark import active_capture
-from sgl_piecewise.runtime.torch_private_entries import CompiledEntry
 
 from .layer_sharing import forward_of, original_class
 from .layer_watch import RecordedLayer
@@ -47,7 +46,6 @@ class LayerRunner:
         self._layers: dict[int, weakref.ref[torch.nn.Module]] = {}
         # Layers in recordings, by what runs them.
         self._recorded: dict[tuple[int, Callable[..., Any]], RecordedLayer] = {}
-        self._entries: dict[tuple[int, Callable[..., Any]], list[CompiledEntry]] = {}
 
     def run(
         self,
@@ -93,15 +91,24 @@ class LayerRunner:
         before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
         result = function(forward, layer, args, kwargs, before_trace=before_trace)
         if is_recorded:
-            self._note(layer, forward, function.entry_for((forward, layer, args, kwargs)))
+            self._note(layer, forward, function, args, kwargs)
         return result
 
-    def _note(self, layer: torch.nn.Module, forward: Callable[..., Any], entry: CompiledEntry | None) -> None:
+    def _note(
+        self,
+        layer: torch.nn.Module,
+        forward: Callable[..., Any],
+        function: TracedFunction,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """Notes a layer that is being recorded, and what ran it."""
-        entries = self._entries.setdefault((id(layer), forward), [])
-        if entry is not None and entry not in entries:
-            entries.append(entry)
-            self._recorded[id(layer), forward] = RecordedLayer(layer, entries, ("args", "kwargs"))
+        entry = function.entry_for((forward, layer, args, kwargs))
+        key = id(layer), forward
+        if entry is not None:
+            if key not in self._recorded:
+                self._recorded[key] = RecordedLayer(layer)
+            self._recorded[key].add(entry, {"args": args, "kwargs": kwargs})
 
     def are_layers_as_recorded(self) -> bool:
         """Tells whether every layer that a recording holds would run again what was recorded of it."""
@@ -122,7 +129,6 @@ class LayerRunner:
     def forget_recordings(self) -> None:
         """Drops what was noted of layers while recordings were made; those are gone."""
         self._recorded.clear()
-        self._entries.clear()
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a compiled forward whose shared layers this runs.
@@ -149,7 +155,7 @@ class LayerRunner:
         """
         del self._layers[layer_id]
         for key in [key for key in self._recorded if key[0] == layer_id]:
-            del self._recorded[key], self._entries[key]
+            del self._recorded[key]
         if not self._layers:
             self._functions.clear()
 
@@ -201,7 +207,7 @@ def watching_layers(
     runner.is_watching = True
 
     def call(*args: Any) -> Any:
-        if not runner.are_layers_as_recorded():
+        if active_capture() is None and not runner.are_layers_as_recorded():
             forget_recordings()
             runner.forget_recordings()
         return captured(*args)

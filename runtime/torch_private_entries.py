@@ -49,8 +49,9 @@ class CompiledEntry:
     def check_without(self, parameters: Sequence[str]) -> Callable[[dict[str, Any]], bool]:
         """Returns a function that tells whether the guards hold that are not about some parameters.
 
-        It takes what the other parameters are, by name. Guards of modes and other settings of the process are
-        among them. Relies on each guard's text naming what it looks at.
+        It takes what the parameters are, by name. Guards of modes and other settings of the process are among them,
+        and those that compare sizes, of whatever: PyTorch has them in one function. Relies on each guard's text
+        naming what it looks at.
         """
         sources = [f"L['{name}']" for name in parameters]
         kept = self._guards.root.clone_manager(

@@ -88,6 +88,19 @@ def test_a_layer_that_changed_is_not_replayed_as_it_was(change: str) -> None:
     assert_equal_to_eager()
 
 
+def test_a_layer_that_did_not_change_is_replayed_at_every_size_and_recorded_once() -> None:
+    """Guards that compare sizes are asked without the tensors: those of a replay's layers exist inside graphs only."""
+    torch.manual_seed(0)
+    model = Stack()
+    eager = copy.deepcopy(model)
+    compiled = drop_in(compile_layers_once(model))
+    for size in (2, 3, 5) * 4:
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0, atol=0)
+    assert total("num_captures") == 3
+    assert total("num_replays") == 5  # The first call of all had a compile of its own, for its size alone.
+
+
 def test_layers_that_are_equal_but_for_a_hook_do_not_share_a_trace() -> None:
     """pytorch/pytorch#117758: hooks are not guarded on, so layers with and without one looked equal."""
     torch.manual_seed(0)
