@@ -169,7 +169,9 @@ def python_effects() -> list[str]:
     for variable in effects.id_to_variable.values():
         if effects.is_modified(variable) and variable.source is not None:
             names = effects.store_attr_mutations.get(variable, {})
-            found += [f"{variable.source.name}.{name}" for name in names] or [str(variable.source.name)]
+            source = variable.source.name
+            source = source() if callable(source) else source  # Older versions have a method.
+            found += [f"{source}.{name}" for name in names] or [str(source)]
     return found
 
 
