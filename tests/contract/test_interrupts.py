@@ -85,6 +85,8 @@ def test_interrupt_anywhere_in_a_capture(
     graph_device: GraphDevice, work: Callable[..., None], step: int
 ) -> None:
     """torch.Tensor lost methods, and every later capture was "inside a capture"."""
+    if not graph_device.is_emulated:
+        step //= 3  # Less of a recording is Python there: a short block has under 400 moments.
     x = ramp(graph_device, 4)
     captured = capture(forward, (x,), device=graph_device)
     work(graph_device, x, graph_device.new_pool())
