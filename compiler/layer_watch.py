@@ -1,14 +1,13 @@
 """Whether a shared layer is still what a recording holds of it: asked at every call, since a replay runs no Python.
 
 The guards of the forward around shared layers do not look into them, and those of a layer are asked where it is
-run. So what could make a layer run otherwise is looked at here: guards of its traces, which modules it is made of, and
-where their tensors lie. This module must not know what is done about a change.
+run. So what could make a layer run otherwise is looked at here: guards of its traces, and where the tensors lie that
+these read. This module must not know what is done about a change.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,75 +15,81 @@ from typing import Any
 
 import torch
 
-from sgl_piecewise.runtime import torch_private_entries, tree
-
-_values = operator.methodcaller("values")
+from sgl_piecewise.runtime import torch_private, torch_private_entries, tree
 
 
 class RecordedLayer:
-    """What was seen of a layer while it was recorded. It holds neither the layer itself nor what it was called with.
+    """What was seen of a layer while it was recorded. It holds neither the layer, nor what it was called with."""
 
-    Args:
-        layer: As it is now.
-    """
+    def __init__(self) -> None:
+        self._traces: list[_RecordedTrace] = []
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        modules = list(layer.modules())
-        self._children = [module._modules for module in modules if module._modules]
-        self._child_ids = self._ids()
-        self._tensors = [
-            values
-            for module in modules
-            for values in (module._parameters, module._buffers)
-            if any(value is not None for value in values.values())
-        ]
-        self._attributes = [
-            (vars(module), name)
-            for module in modules
-            for name, value in vars(module).items()
-            if isinstance(value, torch.Tensor)
-        ]
-        self._addresses = self._places()
-        self._guards: list[tuple[Callable[[dict[str, Any]], bool], _StandIns]] = []
-        self._entries: list[tuple[torch_private_entries.CompiledEntry, Any]] = []
-
-    def add(self, entry: torch_private_entries.CompiledEntry, arguments: dict[str, Any]) -> None:
+    def add(
+        self,
+        entry: torch_private_entries.CompiledEntry,
+        values: dict[str, Any],
+        arguments: dict[str, Any],
+    ) -> None:
         """Notes one call of the layer.
 
         Args:
             entry: What ran it.
-            arguments: What it was called with, by the parameters of what ran it; other values at every call.
+            values: What is the same at every call, by the parameters of what ran it: the layer is in there.
+            arguments: The others; the tensors among them are others at every call.
         """
-        stand_ins = _StandIns(arguments)
-        if (entry, stand_ins.forms) not in self._entries:
-            self._entries.append((entry, stand_ins.forms))
-            self._guards.append((entry.check_without(tuple(arguments)), stand_ins))
+        one = _RecordedTrace(entry, values, arguments)
+        if not any(one.is_implied_by(other) for other in self._traces):
+            self._traces.append(one)
 
     def is_unchanged(self, values: dict[str, Any]) -> bool:
         """Tells whether the layer would run as it was recorded.
 
         Args:
-            values: What it is run with by name, without the arguments that differ at every call.
+            values: As of `add`.
         """
-        if self._ids() != self._child_ids or self._places() != self._addresses:
+        return all(one.is_unchanged(values) for one in self._traces)
+
+
+class _RecordedTrace:
+    """One trace of a layer, and the tensors that it read.
+
+    Sizes of one recording stand for those of all: how a layer's own tensors are is guarded on by itself.
+    """
+
+    def __init__(
+        self,
+        entry: torch_private_entries.CompiledEntry,
+        values: dict[str, Any],
+        arguments: dict[str, Any],
+    ) -> None:
+        self._entry = entry
+        self._stand_ins = _StandIns(arguments)
+        self._arguments = tuple(arguments)
+        self._read = entry.tensor_reader({**values, **self._stand_ins.objects()})
+        self._addresses: list[int | None] = [one.data_ptr() for one in self._read({**values, **arguments})]
+        self._places = list(range(len(self._addresses)))
+        self._lie_at = torch_private.address_check()
+
+    @functools.cached_property
+    def _holds(self) -> Callable[[dict[str, Any]], bool]:
+        return self._entry.check_without(self._arguments)
+
+    def is_implied_by(self, other: _RecordedTrace) -> bool:
+        """Tells whether this is unchanged whenever the other is."""
+        return (
+            self._entry is other._entry
+            and self._addresses == other._addresses
+            and self._stand_ins.object_ids == other._stand_ins.object_ids
+        )
+
+    def is_unchanged(self, values: dict[str, Any]) -> bool:
+        found = {**values, **self._stand_ins.arguments()}
+        if not self._holds(found):
             return False
-        return all(holds({**values, **stand_ins.arguments()}) for holds, stand_ins in self._guards)
-
-    def _ids(self) -> list[int]:
-        """Returns which modules the layer is made of."""
-        return list(map(id, itertools.chain.from_iterable(map(_values, self._children))))
-
-    def _places(self) -> list[Any]:
-        """Returns where the layer's tensors lie."""
-        places: list[Any] = [
-            value if value is None else value.data_ptr()
-            for values in self._tensors
-            for value in values.values()
-        ]
-        for attributes, name in self._attributes:
-            value = attributes.get(name)
-            places.append(value.data_ptr() if isinstance(value, torch.Tensor) else None)
-        return places
+        try:
+            return self._lie_at(self._read(found), self._addresses, self._places)
+        except (AttributeError, LookupError, TypeError, RuntimeError):
+            return False  # An object among the arguments, which no guard is asked about, holds no tensor there now.
 
 
 class _StandIns:
@@ -94,24 +99,36 @@ class _StandIns:
         arguments: Of the call, by name.
 
     Attributes:
-        forms: What they are like, to compare.
+        object_ids: Identities of the objects among them, which are not held.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         leaves, self._spec = tree.flatten(arguments)
         self._leaves = [_form(leaf) for leaf in leaves]
-        self.forms = (self._spec, tuple(self._leaves))
-        self._has_objects = any(isinstance(leaf, weakref.ref) for leaf in self._leaves)
+        self.object_ids = [
+            id(leaf) for leaf, form in zip(leaves, self._leaves, strict=True) if isinstance(form, weakref.ref)
+        ]
         self._made: dict[str, Any] | None = None
+
+    def objects(self) -> dict[str, Any]:
+        """Returns the arguments without tensors."""
+        leaves = [None if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
+        return self._with_objects(leaves)
+
+    def _with_objects(self, leaves: list[Any]) -> dict[str, Any]:
+        found = [leaf() if isinstance(leaf, weakref.ref) else leaf for leaf in leaves]
+        arguments: dict[str, Any] = tree.unflatten(self._spec, found)
+        return arguments
 
     def arguments(self) -> dict[str, Any]:
         """Returns them; not while something is captured, since they are made when first asked for."""
-        if self._made is None:
-            self._leaves = [leaf.make() if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
-        if self._made is None or self._has_objects:
-            leaves = [leaf() if isinstance(leaf, weakref.ref) else leaf for leaf in self._leaves]
-            self._made = tree.unflatten(self._spec, leaves)
-        return self._made
+        if self._made is not None:
+            return self._made
+        self._leaves = [leaf.make() if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
+        made = self._with_objects(self._leaves)
+        if not self.object_ids:  # Kept, it would hold them.
+            self._made = made
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

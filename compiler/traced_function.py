@@ -132,9 +132,10 @@ class TracedFunction:
         self._parameters = tuple(inspect.signature(function).parameters)
         held: list[list[Callable[..., Any]]] = []
         self.python_effects: list[str] = []
+        self._tensor_sources: list[str] = []  # Of the latest trace.
         self._compiled = torch.compile(
             self._function,
-            backend=_counted(backend, state, is_layer, held, self.python_effects),
+            backend=_counted(backend, state, is_layer, held, self.python_effects, self._tensor_sources),
             fullgraph=True,
         )
         weakref.finalize(self, _release, self._function.__code__, held)
@@ -206,7 +207,11 @@ class TracedFunction:
                 raise self._failure(err) from err
             finally:
                 _COUNTS.reset(token)
-                self._entries = torch_private_entries.compiled_entries(self._function)
+                known = self._entries
+                self._entries = torch_private_entries.compiled_entries(self._function, known)
+                for entry in self._entries:
+                    if entry not in known:
+                        entry.tensor_sources = tuple(self._tensor_sources)
                 self._warn_of_many(values)
 
     def why_none_fits(self, values: tuple[Any, ...]) -> str:
@@ -266,6 +271,7 @@ def _counted(
     is_layer: bool,
     held: list[list[Callable[..., Any]]],
     python_effects: list[str],
+    tensor_sources: list[str],
 ) -> Backend:
     """Returns a backend that counts its traces, tells the clock what the time goes into, and notes what it made."""
 
@@ -275,6 +281,7 @@ def _counted(
         else:
             state.counts.num_traces += 1
         python_effects.extend(torch_private_entries.python_effects())
+        tensor_sources[:] = torch_private_entries.tensor_sources(gm.graph)
         with state.clock.phase(COMPILE_PIECES):
             forward = [backend(gm, example_inputs)]
         held.append(forward)

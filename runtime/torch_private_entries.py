@@ -26,16 +26,26 @@ _NO_LIMIT = 1 << 30
 TRACING_FAILURES: tuple[type[Exception], ...] = (exc.TorchDynamoException, ConstraintViolationError)
 """What Dynamo raises where it cannot trace; never what traced code raises when it runs."""
 
+TensorReader = Callable[[dict[str, Any]], list[torch.Tensor]]
+"""Lists tensors that lie somewhere in a function's arguments, which it takes by name."""
+
 
 class CompiledEntry:
     """One compile of a function: code made by Dynamo, and the guards under which it may run.
 
     Relies on the cache entries that Dynamo keeps with a code object. The entry itself is not held: its memory
     goes with Dynamo's list, while its code and its guards are objects of their own.
+
+    Attributes:
+        run: The code; for arguments that the guards hold for.
+        tensor_sources: As the function of this name gave them inside the backend; empty until somebody sets it.
     """
 
     def __init__(self, entry: Any, original: types.FunctionType) -> None:
         self._guards = entry.guard_manager
+        self._globals = original.__globals__
+        self._readers: dict[tuple[str, ...], TensorReader] = {}
+        self.tensor_sources: tuple[str, ...] = ()
         self.run: Callable[..., Any] = types.FunctionType(
             entry.code, original.__globals__, original.__name__, None, original.__closure__
         )
@@ -57,7 +67,23 @@ class CompiledEntry:
         kept = self._guards.root.clone_manager(
             lambda manager: not any(source in manager.get_source() for source in sources)
         )
-        return lambda values: bool(kept.check(values))
+        check = kept.check
+        return lambda values: self._guards.cache_entry is not None and check(values)
+
+    def is_same(self, other: CompiledEntry) -> bool:
+        """Tells whether both are of one compile: each look at what Dynamo keeps makes new objects of this class."""
+        return self._guards is other._guards
+
+    def tensor_reader(self, values: dict[str, Any]) -> TensorReader:
+        """Returns what lists the tensors that the code reads of given arguments, as it would find them when asked.
+
+        Args:
+            values: Arguments by parameter name. What cannot be found in these is left out.
+        """
+        found = tuple(one for one in self.tensor_sources if _is_tensor_at(one, values, self._globals))
+        if found not in self._readers:
+            self._readers[found] = eval(f"lambda L: [{', '.join(found)}]", {"G": self._globals})
+        return self._readers[found]
 
     def failed_guard(self, values: dict[str, Any]) -> str:
         """Returns the guards that fail first, as text; empty if none does."""
@@ -65,9 +91,24 @@ class CompiledEntry:
         return "; ".join(str(part) for part in info.verbose_code_parts) if not info.result else ""
 
 
-def compiled_entries(function: types.FunctionType) -> list[CompiledEntry]:
-    """Returns what Dynamo made of a function so far, in the order that it tries them."""
-    return [CompiledEntry(entry, function) for entry in _debug_get_cache_entry_list(function.__code__)]
+def _is_tensor_at(source: str, values: dict[str, Any], names: dict[str, Any]) -> bool:
+    try:
+        return isinstance(eval(source, {"L": values, "G": names}), torch.Tensor)
+    except (AttributeError, LookupError, NameError, TypeError):
+        return False
+
+
+def compiled_entries(
+    function: types.FunctionType, known: Sequence[CompiledEntry] = ()
+) -> list[CompiledEntry]:
+    """Returns what Dynamo made of a function so far, in the order that it tries them.
+
+    Args:
+        function: Which.
+        known: From an earlier look; those that are still there are returned again.
+    """
+    found = [CompiledEntry(entry, function) for entry in _debug_get_cache_entry_list(function.__code__)]
+    return [next((old for old in known if old.is_same(one)), one) for one in found]
 
 
 def with_own_code(function: types.FunctionType, name: str) -> types.FunctionType:
@@ -173,6 +214,19 @@ def python_effects() -> list[str]:
             source = source() if callable(source) else source  # Older versions have a method.
             found += [f"{source}.{name}" for name in names] or [str(source)]
     return found
+
+
+def tensor_sources(graph: torch.fx.Graph) -> list[str]:
+    """Returns, inside a backend, where the trace found the tensors that it reads, as expressions of Dynamo's.
+
+    Each is Python over ``L``, the traced function's arguments by name, and ``G``, its globals; a few need names that
+    only Dynamo has. Relies on what Dynamo keeps of each input until the compile is done.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    tensors = [node for node in inputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    arguments = [node.meta.get("grapharg") for node in tensors]
+    sources = [one.source.name for one in arguments if one is not None and not one.pass_arg_as_tensor]
+    return [source() if callable(source) else source for source in sources]  # Older versions have a method.
 
 
 def failure_inside_backend(error: Exception) -> Exception:
