@@ -82,12 +82,8 @@ class LayerRunner:
                 is_layer=True,
             )
         is_recorded = self.is_watching and active_capture() is not None
-        if is_recorded and function.python_effects:
-            raise CaptureForbiddenError(
-                f"Layer {function.name} changes {', '.join(dict.fromkeys(function.python_effects))} whenever it runs, "
-                "and a replay runs no Python. Keep such a value in a buffer and write it in place, change it in a "
-                "function marked @eager_on_graph, or compile the model without compile_layers_once."
-            )
+        if is_recorded:
+            _refuse_python_effects(function)
         before_trace = functools.partial(_with_dynamic_dims, self._state, dynamic_dims, tensors)
         result = function(forward, layer, args, kwargs, before_trace=before_trace)
         if is_recorded:
@@ -103,12 +99,15 @@ class LayerRunner:
         kwargs: Any,
     ) -> None:
         """Notes a layer that is being recorded, and what ran it."""
+        _refuse_python_effects(function)  # It may have been traced for this call.
         entry = function.entry_for((forward, layer, args, kwargs))
-        key = id(layer), forward
-        if entry is not None:
-            if key not in self._recorded:
-                self._recorded[key] = RecordedLayer(layer)
-            self._recorded[key].add(entry, {"args": args, "kwargs": kwargs})
+        if entry is None:
+            raise CaptureForbiddenError(
+                f"Layer {function.name} would be traced anew at every call, so a recording of it could not be told "
+                "from one that is out of date. Compile the model without compile_layers_once."
+            )
+        recorded = self._recorded.setdefault((id(layer), forward), RecordedLayer())
+        recorded.add(entry, {"forward": forward, "layer": layer}, {"args": args, "kwargs": kwargs})
 
     def are_layers_as_recorded(self) -> bool:
         """Tells whether every layer that a recording holds would run again what was recorded of it."""
@@ -210,9 +209,19 @@ def watching_layers(
         if active_capture() is None and not runner.are_layers_as_recorded():
             forget_recordings()
             runner.forget_recordings()
+            forget_recordings()  # What another thread recorded meanwhile has lost what was noted of its layers.
         return captured(*args)
 
     return call
+
+
+def _refuse_python_effects(function: TracedFunction) -> None:
+    if function.python_effects:
+        raise CaptureForbiddenError(
+            f"Layer {function.name} changes {', '.join(dict.fromkeys(function.python_effects))} whenever it runs, "
+            "and a replay runs no Python. Keep such a value in a buffer and write it in place, change it in a "
+            "function marked @eager_on_graph, or compile the model without compile_layers_once."
+        )
 
 
 def _call_layer(forward: Any, layer: Any, args: Any, kwargs: Any) -> Any:

@@ -18,8 +18,11 @@ from .flat_inputs import FlatInputs
 from .flat_outputs import FlatOutputs
 from .recording import Recording
 
-Replay = Callable[[Sequence[Any]], Sequence[Any]]
-"""Gives a call's outputs from its inputs; the caller does not hold the pool, and no capture is under way."""
+Replay = Callable[[Sequence[Any]], Sequence[Any] | None]
+"""Gives a call's outputs from its inputs; the caller does not hold the pool, and no capture is under way.
+
+None where another thread freed the recording before this one had the pool; nothing was done then.
+"""
 
 
 @dataclass(kw_only=True)
@@ -90,13 +93,16 @@ def _replay_of(
     if inputs.only_copy is not None and outputs.are_clones and len(recording.outputs) == 1:
         target, place = inputs.only_copy
 
-        def replay_one(args: Sequence[Any]) -> Sequence[Any]:
+        def replay_one(args: Sequence[Any]) -> Sequence[Any] | None:
             with lock:
+                # Asked of the recording each time: another thread may have reset it before this one had the pool.
+                launch = recording.launch or recording.first_launch()
+                if launch is None:
+                    return None
                 if current_stream() != pool.last_stream:
                     order_after_last_use()
                 target.copy_(args[place])
-                # Asked of the recording each time: another thread may have reset it before this one had the pool.
-                (recording.launch or recording.run)()
+                launch()
                 counts.num_replays += 1
                 return (recording.outputs[0].clone(),)
 
@@ -110,12 +116,15 @@ def _replay_of(
     clone = torch.Tensor.clone
     is_padded = inputs.is_padded if inputs.size is not None else None
 
-    def replay(args: Sequence[Any]) -> Sequence[Any]:
+    def replay(args: Sequence[Any]) -> Sequence[Any] | None:
         with lock:
+            launch = recording.launch or recording.first_launch()
+            if launch is None:
+                return None
             if current_stream() != pool.last_stream:
                 order_after_last_use()
             copy_in(args)
-            (recording.launch or recording.run)()
+            launch()
             if copy_back is not None:
                 copy_back(args, own_storages)
             counts.num_replays += 1

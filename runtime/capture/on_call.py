@@ -124,6 +124,7 @@ class OnCallCapture:
         self._tables = threading.RLock()
         self._without_graph: collections.Counter[str] = collections.Counter()
         self._num_captures = 0
+        self._num_forgets = 0
         self._counts = ReplayCounts()
         _FORWARDS.add(self)
 
@@ -161,7 +162,8 @@ class OnCallCapture:
                 return run_without_graph(key, args, IN_USE, size)
             if padding is not None and not captured.is_for_padding and args[padding.size] != size:
                 return run_without_graph(key, args, ALIASED_INPUTS, size)
-            return captured.replay(args)
+            outputs = captured.replay(args)
+            return run_without_graph(key, args, None, size) if outputs is None else outputs
 
         return call
 
@@ -273,12 +275,12 @@ class OnCallCapture:
 
     def _capture(self, key: Any, args: tuple[Any, ...], size: int | None) -> Sequence[Any]:
         """Runs the call and records its shape; what cannot be recorded runs as it is from now on."""
-        pool = self._pool_for_capture()
+        pool, num_forgets = self._pool_for_capture(), self._num_forgets
         is_done = False
         try:
             with pool.exclusive("capture"):
                 pool.order_after_last_use()
-                self._free_dead()
+                self._free_dead(pool)
                 outputs, padded = run_before_capture(
                     pool, self._forward, self._facts, args, padding=self._padding, size=size
                 )
@@ -287,7 +289,7 @@ class OnCallCapture:
             except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
                 self._note_failure(key, error)
             else:
-                self._add(key, captured)
+                self._add(key, captured, num_forgets)
             is_done = True
         finally:
             with self._tables:
@@ -309,9 +311,12 @@ class OnCallCapture:
         with self._tables:
             self._failures[key] = message
 
-    def _add(self, key: Any, captured: CapturedCall) -> None:
+    def _add(self, key: Any, captured: CapturedCall, num_forgets: int) -> None:
         with self._tables:
             self._num_captures += 1
+            if num_forgets != self._num_forgets:  # Begun before another thread had all forgotten.
+                self._dead.append(captured)
+                return
             self._captures_of[key] += 1
             for surplus in self._by_key.get(key, ())[_MAX_PER_SHAPE - 1 :]:
                 self._drop(surplus)
@@ -352,8 +357,9 @@ class OnCallCapture:
     # Freeing
 
     def forget_recordings(self) -> None:
-        """Takes every recording out of use: what they hold is no longer what the forward does."""
+        """Takes every recording out of use, begun ones too: what they hold is no longer what the forward does."""
         with self._tables:
+            self._num_forgets += 1
             for found in list(self._by_key.values()):
                 for captured in found:
                     self._drop(captured)
@@ -369,18 +375,29 @@ class OnCallCapture:
                     else:
                         del self._by_key[key]
                     self._dead.append(captured)
-            pool = self._pool
             if not self._by_key and not self._in_progress:
                 self._pool = None
-        if pool is not None and pool.try_acquire():  # Not while another thread replays it.
-            try:
-                self._free_dead()
-            finally:
-                pool.release()
+        self._free_dead()
 
-    def _free_dead(self) -> None:
-        while self._dead:
-            self._dead.popleft().recording.reset()
+    def _free_dead(self, held: GraphPool | None = None) -> None:
+        """Frees what was taken out of use, unless it is being replayed: by another thread, or around this very call.
+
+        Args:
+            held: A pool that this thread holds, and replays nothing on.
+        """
+        for _ in range(len(self._dead)):
+            try:
+                captured = self._dead.popleft()
+            except IndexError:
+                return  # Another thread has it.
+            pool = captured.recording.pool
+            if (pool is held or not pool.is_held()) and pool.try_acquire():
+                try:
+                    captured.recording.reset()
+                finally:
+                    pool.release()
+            else:
+                self._dead.append(captured)
 
 
 def _forget(forward: Any, captured: Any, _: Any) -> None:

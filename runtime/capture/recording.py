@@ -103,6 +103,10 @@ class Recording:
         self._steps = self._bind()
         self.launch = self._launcher()
 
+    def first_launch(self) -> Callable[[], None] | None:
+        """Returns `run` of a recording that has no ``launch`` yet; None of one that was reset."""
+        return self.run if self.segments else None
+
     def _launcher(self) -> Callable[[], None]:
         """Returns what calls the steps; refers to the graphs, and not to this object."""
         launch, device_type = self.pool.launcher(self._steps), self._device_type

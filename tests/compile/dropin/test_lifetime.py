@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from sgl_piecewise.compiler.layer_sharing import compile_layers_once
 from sgl_piecewise.compiler.traced_function import TracedFunction
 from sgl_piecewise.runtime.capture.call_replay import CapturedCall
 from sgl_piecewise.runtime.capture.device import GraphPool
+from sgl_piecewise.runtime.capture.on_call import OnCallCapture
 from sgl_piecewise.runtime.capture.recording import Recording
-from sgl_piecewise.runtime.errors import ReplayError
 from sgl_piecewise.runtime.mark_handles import num_handles
 
 from .support import (
@@ -403,15 +404,78 @@ def test_two_threads_use_one_compiled_model(device: torch.device) -> None:
     assert total("num_replays") + sum(without_graph().values()) == 41
 
 
+def newest_forward() -> Any:
+    return max((one for one in gc.get_objects() if type(one) is OnCallCapture), key=lambda one: one.number)
+
+
 def test_a_recording_that_another_thread_freed_meanwhile_is_not_launched() -> None:
     """A call finds its recording before it has the pool, and what it would launch then may be gone."""
     compiled = drop_in(lambda x: x * 2 + 1)
     for _ in range(4):
         compiled(X)
+    before = total("num_replays")
     (captured,) = (one for one in gc.get_objects() if type(one) is CapturedCall)
     captured.recording.reset()
-    with pytest.raises(ReplayError, match="was reset"):
+    assert_same(compiled(X), X * 2 + 1)
+    assert total("num_replays") == before
+
+
+def test_a_recording_is_not_freed_while_it_is_replayed() -> None:
+    """Neither by the call that another thread captures meanwhile, on a new pool, nor by the replaying thread itself."""
+    calls: list[Callable[[], None]] = []
+
+    @eager_on_graph(fake=torch.empty_like)
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        for call in calls:
+            call()
+        return x + 1
+
+    compiled = drop_in(lambda x: interrupted(x * 2) * 3, dynamic=True)
+    for _ in range(4):
+        assert_same(compiled(X), (X * 2 + 1) * 3)
+    captured = newest_forward()
+
+    def capture_elsewhere() -> None:
+        wider = torch.cat([X, X])
+        for _ in range(4):
+            compiled(wider)
+
+    def in_a_thread() -> None:
+        calls.clear()  # The thread's own calls run the body too.
+        captured.forget_recordings()
+        thread = threading.Thread(target=capture_elsewhere)
+        thread.start()
+        thread.join()
+
+    calls.append(captured.forget_recordings)
+    assert_same(compiled(X), (X * 2 + 1) * 3)
+    calls.clear()
+    for _ in range(4):
         compiled(X)
+    calls.append(in_a_thread)
+    assert_same(compiled(X), (X * 2 + 1) * 3)
+
+
+def test_what_was_recorded_while_all_was_forgotten_is_not_used() -> None:
+    """What another thread had forgotten may be in it."""
+    compiled = drop_in(lambda x: x * 2 + 1)
+    compiled(X)
+    captured = newest_forward()
+    record = captured._record
+
+    def record_and_forget(*args: Any) -> Any:
+        found = record(*args)
+        captured.forget_recordings()
+        return found
+
+    captured._record = record_and_forget
+    compiled(X)
+    assert only_stats().num_captures == 1
+    assert only_stats().num_graphs == 0
+    captured._record = record
+    for _ in range(3):
+        assert_same(compiled(X), X * 2 + 1)
+    assert only_stats().num_graphs == 1
 
 
 # Gradients and outer captures ----------------------------------------------------------------------
