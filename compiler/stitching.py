@@ -7,6 +7,7 @@ which may write one of them, runs as FX whatever was asked: compilers take input
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,15 +116,16 @@ def _unless_memory_is_shared(
 
     Dynamo does not guard on that; the piece may write one of them.
     """
-    places = [index for index, value in enumerate(examples) if isinstance(value, torch.Tensor)]
-    shared = torch_private_compiling.share_memory
-    if len(places) < 2 or shared(examples):
+    tensors = {index: value for index, value in enumerate(examples) if isinstance(value, torch.Tensor)}
+    places = [index for index, value in tensors.items() if value.layout is torch.strided]
+    if len(places) < 2 or torch_private_compiling.share_memory(examples):
         return compiled
+    chosen, is_shared = operator.itemgetter(*places), torch_private_compiling.memory_is_shared
     has_warned = False
 
     def call(*args: Any) -> Any:
         nonlocal has_warned
-        if not shared([args[place] for place in places]):
+        if not is_shared(chosen(args)):
             return compiled(*args)
         if not has_warned:
             has_warned = True

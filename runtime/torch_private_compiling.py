@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -217,6 +217,15 @@ def share_memory(values: Sequence[Any]) -> bool:
     """Tells whether two of the tensors have one storage."""
     keys = [storage_key(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
     return len(set(keys)) < len(keys)
+
+
+def memory_is_shared(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tells of strided tensors whether two lie in one memory, whoever owns it; a fraction of a microsecond each."""
+    starts = list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+    if len(set(starts)) == len(starts):
+        return False
+    starts = [start for start in starts if start]  # Memory of no bytes begins at 0.
+    return len(set(starts)) < len(starts)
 
 
 def with_dynamo_as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

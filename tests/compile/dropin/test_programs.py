@@ -273,6 +273,19 @@ def test_inputs_that_overlap_only_after_the_compile() -> None:
     assert_like_eager(fn, calls, num_rounds=3, piece_compiler="aot_eager")
 
 
+def test_inputs_of_two_storages_that_lie_in_one_memory() -> None:
+    """Memory that came back from NumPy has a storage of its own."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + y
+
+    compiled = drop_in(fn, capture="none", piece_compiler="aot_eager")
+    assert_same(compiled(torch.ones(4), torch.ones(4)), torch.full((4,), 3.0))
+    x = torch.ones(4)
+    assert_same(compiled(x, torch.from_numpy(x.numpy())), torch.full((4,), 4.0))
+
+
 def test_input_that_is_a_view_of_a_buffer() -> None:
     """Such an input must see the write into the buffer, and no copy of it does."""
 
