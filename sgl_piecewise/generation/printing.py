@@ -18,7 +18,8 @@ from .engine import OfflineEngine
 from .logprobs import TokenLogprob
 from .requests import FinishReason, TokenEvent
 
-_OBEYED = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+# A carriage return ends a line with what follows; alone it writes over it.
+_OBEYED = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 class TokenPrinter:

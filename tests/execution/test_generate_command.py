@@ -53,16 +53,16 @@ def test_tokens_are_the_same_with_graphs_and_without_and_the_closing_line_says_w
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_generated_text_is_written_as_it_is(num_prompts: int, is_terminal: bool) -> None:
     """Textualize/rich#3672, blacklanternsecurity/bbot#3258: tabs became spaces; terminals obeyed control characters."""
-    file = io.StringIO()
+    file = io.StringIO(newline="")
     console = Console(file=file, force_terminal=is_terminal, color_system=None, width=20)
     printer = TokenPrinter(console, num_prompts=num_prompts, tokenizer=Tokenizer(backend=None))
     for text, reason in (
-        ("if x:\n\ty = [b]1[/b]\r\n\x1b[2J", None),
+        ("if x:\n\ty = [b]1[/b]\r\n\x1b[2J\rover", None),
         (" " + "long " * 9, FinishReason.LENGTH),
     ):
         printer(TokenEvent(request_id="one", token_id=1, text=text, finish_reason=reason))
     printer.close()
-    escape = "\\x1b[2J" if is_terminal else "\x1b[2J"
+    escape = "\\x1b[2J\\x0dover" if is_terminal else "\x1b[2J\rover"
     text = f"if x:\n\ty = [b]1[/b]\r\n{escape} " + "long " * 9 + "\n"
     assert file.getvalue() == text if num_prompts == 1 else file.getvalue().endswith(f"(length): {text}")
 
