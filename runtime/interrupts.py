@@ -15,7 +15,9 @@ from typing import Any
 
 # In a finalizer it would be printed and lost.
 _FINALIZERS = ("weakref", "_weakrefset")
-_BOOKKEEPING = tuple(f"{__package__}.{name}" for name in ("capture", "mark", "garbage", "interrupts")) + _FINALIZERS
+_BOOKKEEPING = (
+    tuple(f"{__package__}.{name}" for name in ("capture", "mark", "garbage", "interrupts")) + _FINALIZERS
+)
 # What bookkeeping calls. Whose it is shows further out; torch.nn is the user's forward.
 _HELPERS = ("torch", "contextlib", "functools", "threading", "ctypes", "signal", "enum")
 _USER_HELPERS = ("torch.nn",)

@@ -20,6 +20,8 @@ from torch._guards import CompileContext
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
+from .torch_private_settings import settings
+
 # Dynamo gives up beyond its limit of compiles for one function; who asks for none counts compiles.
 _NO_LIMIT = 1 << 30
 
@@ -154,8 +156,9 @@ def one_compile_for_all_sizes() -> Iterator[None]:
     Dynamo leaves out by default: layers that are equal but for a hook would share one trace.
     """
     with (
-        symbolic_shapes_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-        dynamo_config.patch(
+        settings(symbolic_shapes_config, backed_size_oblivious=True),
+        settings(
+            dynamo_config,
             allow_unspec_int_on_nn_module=True,
             specialize_float=True,
             skip_nnmodule_hook_guards=False,

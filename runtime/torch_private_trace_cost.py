@@ -17,6 +17,8 @@ from torch._dynamo import guards, symbolic_convert
 from torch._inductor import codecache
 from torch._logging._internal import trace_log
 
+from .torch_private_settings import settings
+
 _IS_PLAIN: ContextVar[bool] = ContextVar("sgl_piecewise_plain_trace", default=False)
 
 
@@ -42,7 +44,7 @@ def plain_traces(*, keeps_shapes: bool) -> Iterator[None]:
     token = _IS_PLAIN.set(True)
     try:
         keeps_shapes = keeps_shapes and dynamo_config.fake_tensor_cache_enabled
-        with dynamo_config.patch(fake_tensor_cache_enabled=keeps_shapes, record_runtime_overhead=False):
+        with settings(dynamo_config, fake_tensor_cache_enabled=keeps_shapes, record_runtime_overhead=False):
             yield
     finally:
         _IS_PLAIN.reset(token)

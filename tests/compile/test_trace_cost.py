@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch._dynamo import config, guards, symbolic_convert
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import guards, symbolic_convert
 from torch._inductor import codecache
 from torch._logging._internal import trace_log
 
@@ -21,6 +23,7 @@ from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
 from sgl_piecewise.runtime.mark_tracing import Results
+from sgl_piecewise.runtime.torch_private_entries import one_compile_for_all_sizes
 from sgl_piecewise.runtime.torch_private_trace_cost import plain_traces
 
 
@@ -74,7 +77,7 @@ def test_shapes_are_kept_where_one_trace_has_equal_layers(shares_layers: bool, k
     seen: list[bool] = []
 
     def piece_compiler(piece: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        seen.append(config.fake_tensor_cache_enabled)
+        seen.append(dynamo_config.fake_tensor_cache_enabled)
         return piece.forward
 
     class Stack(torch.nn.Module):
@@ -213,7 +216,7 @@ def test_sizes_that_only_the_data_gives_are_checked_as_symbols() -> None:
         rows = x.nonzero().float() + 1
         return marked(x).sum() + (rows * rows.sum().item()).sum()
 
-    with config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+    with dynamo_config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         split_of(fn, torch.randn(7, 4))(check)
     assert any("nonzero" in what for what in found)
     assert any("_local_scalar_dense" in what for what in found)
@@ -275,3 +278,40 @@ def test_memory_has_a_name_in_common_where_it_is_shared() -> None:
         for other in tensors:
             has_common = not torch_private.memory_of((one,)).isdisjoint(torch_private.memory_of((other,)))
             assert has_common == torch_private.shares_memory(one, other)
+
+
+def test_settings_are_as_before_when_traces_of_two_threads_overlapped() -> None:
+    """On PyTorch 2.11 they are the process's: the second to end put back what the first had set, for good."""
+    names = (
+        "fake_tensor_cache_enabled",
+        "record_runtime_overhead",
+        "skip_nnmodule_hook_guards",
+        "recompile_limit",
+    )
+
+    def now() -> list[Any]:
+        return [getattr(dynamo_config, name) for name in names]
+
+    before, inside = now(), list[Any]()
+    began, both, ended = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with plain_traces(keeps_shapes=False), one_compile_for_all_sizes():
+            began.set()
+            assert both.wait(10)
+        ended.set()
+
+    def second() -> None:
+        assert began.wait(10)
+        with plain_traces(keeps_shapes=False), one_compile_for_all_sizes():
+            both.set()
+            assert ended.wait(10)
+            inside.extend(now())
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside[:3] == [False, False, False]
+    assert now() == before
