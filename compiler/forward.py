@@ -151,7 +151,7 @@ class CompiledForward:
 def _normal(value: Any) -> Any:
     """Returns a value whose tensors were not made in inference mode, over the same memory."""
     if isinstance(value, torch.Tensor):
-        return torch_private.as_normal_tensor(value) if value.layout is torch.strided else value
+        return torch_private.as_normal_tensors([value])[0] if value.layout is torch.strided else value
     if type(value) in tree.PLAIN_LEAVES:
         return value
     leaves, spec = tree.flatten(value)

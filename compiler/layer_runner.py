@@ -15,12 +15,13 @@ import torch
 
 from sgl_piecewise.runtime import tree
 from sgl_piecewise.runtime.capture.autocast import without_autocast_cache
+from sgl_piecewise.runtime.capture.session import is_session_open
 from sgl_piecewise.runtime.errors import CaptureForbiddenError, CompileError
 from sgl_piecewise.runtime.mark import active_capture
 
 from .layer_sharing import forward_of, original_class
 from .layer_watch import RecordedLayer
-from .traced_function import Backend, CompileState, TracedFunction, ready_to_trace
+from .traced_function import NOT_KNOWN, Backend, CompileState, TracedFunction, ready_to_trace
 
 _RUNNER: contextvars.ContextVar[LayerRunner | None] = contextvars.ContextVar(
     "sgl_piecewise_layer_runner", default=None
@@ -46,6 +47,20 @@ class LayerRunner:
         self._layers: dict[int, weakref.ref[torch.nn.Module]] = {}
         # Layers in recordings, by what runs them.
         self._recorded: dict[tuple[int, Callable[..., Any]], RecordedLayer] = {}
+
+    @property
+    def skips_guards(self) -> bool:
+        """Whether calls go by `run_known` first: in the captures of a build, each of which a warm-up came before.
+
+        Outside inference mode the tensors of a call are as guards would have them, and nothing is saved.
+        """
+        return self._state.is_trusting and torch.is_inference_mode_enabled() and is_session_open()
+
+    def run_known(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one layer as in an earlier call of the build that was like this one; `NOT_KNOWN` if there was none."""
+        forward = forward_of(layer)
+        function = self._functions.get(forward)
+        return NOT_KNOWN if function is None else function.run_known((forward, layer, args, kwargs))
 
     def run(
         self,

@@ -29,6 +29,7 @@ from sgl_piecewise.runtime.torch_private_entries import without_dynamic_marks
 
 from .layer_runner import current_layer_runner
 from .layer_sharing import call_as_node, forward_of, original_class
+from .traced_function import NOT_KNOWN
 
 _logger = logging.getLogger(__name__)
 
@@ -49,9 +50,15 @@ class LayerCallSite(CallSite):
         self, mark: Any, tensors: Sequence[torch.Tensor], objects: Sequence[Any], ints: Sequence[int]
     ) -> Any:
         """Runs the layer, which stands where a mark would."""
+        runner = current_layer_runner()
+        if runner.skips_guards:
+            known = functools.partial(runner.run_known, mark)
+            result = super().call(_LayerCall(known), tensors, objects, ints)
+            if result is not NOT_KNOWN:
+                return result
         # Guards tell tensors made in inference mode, and marked ones, from others: inputs of the forward are either.
-        tensors = [torch_private.as_normal_tensor(without_dynamic_marks(tensor)) for tensor in tensors]
-        run = functools.partial(current_layer_runner().run, mark, self.dynamic_dims, tensors)
+        tensors = torch_private.as_normal_tensors(list(map(without_dynamic_marks, tensors)))
+        run = functools.partial(runner.run, mark, self.dynamic_dims, tensors)
         return super().call(_LayerCall(run), tensors, objects, ints)
 
     def _mismatch(self, what: str) -> MarkResultError:

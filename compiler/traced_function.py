@@ -36,6 +36,9 @@ _MANY_TRACES = 8
 # How Dynamo begins to say that a mode or another setting of the process is not what it was.
 _GLOBAL_STATE = "GLOBAL_STATE changed"
 
+NOT_KNOWN = object()
+"""Stands for the result of a call that was not made; see `TracedFunction.run_known`."""
+
 
 @dataclass
 class CompileCounts:
@@ -156,21 +159,32 @@ class TracedFunction:
             RecompileError: Frozen, and nothing fits.
             CompileError: Dynamo cannot trace it.
         """
-        state = self._state
-        if not state.is_trusting:
+        if not self._state.is_trusting:
             entry = self._fitting(values)
             return entry.run(*values) if entry is not None else self._trace(values, before_trace)
-        if self._epoch != state.epoch:
-            self._trusted.clear()
-            self._epoch = state.epoch
-        key = _call_key(values)
-        run = self._trusted.get(key)
+        trusted, key = self._trusted_now(), _call_key(values)
+        run = trusted.get(key)
         if run is None:
             entry = self._fitting(values)
             if entry is None:
                 return self._trace(values, before_trace)
-            run = self._trusted[key] = entry.run
+            run = trusted[key] = entry.run
         return run(*values)
+
+    def run_known(self, values: tuple[Any, ...]) -> Any:
+        """Calls the function, compiled, if a call of this build was like this one; else returns `NOT_KNOWN`.
+
+        No guard is asked, so tensors may be as no guard would have them: made in inference mode, for one.
+        """
+        run = self._trusted_now().get(_call_key(values))
+        return NOT_KNOWN if run is None else run(*values)
+
+    def _trusted_now(self) -> dict[Any, Callable[..., Any]]:
+        """Returns what ran the calls of this build, by how they were."""
+        if self._epoch != self._state.epoch:
+            self._trusted.clear()
+            self._epoch = self._state.epoch
+        return self._trusted
 
     def entry_for(self, values: tuple[Any, ...]) -> torch_private_entries.CompiledEntry | None:
         """Returns what a call with these arguments runs; None where it would be traced."""

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,17 @@ def with_lazy_bits(tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.T
     return torch._neg_view(tensor) if is_neg else tensor
 
 
-def as_normal_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that was not made in inference mode over the same storage, which it keeps alive."""
-    if not tensor.is_inference():
-        return tensor
+def as_normal_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors that were not made in inference mode over the same storages, which they keep alive."""
+    if not any(map(torch.Tensor.is_inference, tensors)):
+        return list(tensors)
     with torch.inference_mode(False), torch.no_grad():
-        return with_lazy_bits_of(tensor, _over_storage(tensor.untyped_storage(), tensor))
+        return [
+            with_lazy_bits_of(tensor, _over_storage(tensor.untyped_storage(), tensor))
+            if tensor.is_inference()
+            else tensor
+            for tensor in tensors
+        ]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from torch import nn
 from sgl_piecewise import capture, compile_layers_once, eager_on_graph
 from sgl_piecewise.compiler.forward import CompiledForward
 from sgl_piecewise.compiler.layer_sharing import repeated_layers, restore_layers
+from sgl_piecewise.runtime import torch_private
 from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.segments import EagerSegment
+from sgl_piecewise.runtime.capture.session import is_session_open
 from sgl_piecewise.runtime.errors import CompileError, ConfigError, MarkResultError
 from sgl_piecewise.runtime.mark_handles import handle_of, num_handles
 
@@ -107,6 +110,24 @@ def test_traces_pieces_and_compiles_are_constant_in_layers_and_sizes() -> None:
         counts.append(captured.fn.counts)
     assert counts[0] == counts[1] == counts[2]
     assert (counts[0].num_traces, counts[0].num_layer_traces, counts[0].num_compiled_pieces) == (1, 1, 4)
+
+
+def test_captures_of_a_build_ask_no_guards_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode guards want each tensor of a layer made anew, which took a fifth of a compiled layer's call."""
+    made: list[bool] = []
+    plain = torch_private.as_normal_tensors
+
+    def as_normal_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        made.append(is_session_open())
+        return plain(tensors)
+
+    monkeypatch.setattr(torch_private, "as_normal_tensors", as_normal_tensors)
+    model = blocks(3)
+    with torch.inference_mode():
+        captured = capture(model, (inputs(8),), compile="fx", capture_sizes=(2, 4, 8))
+        assert made.count(False) >= 9, "each layer at each size, in the warm-up"
+        assert made.count(True) == 3, "the input of the forward, once a size"
+        assert_equal_to_eager(captured, model, sizes=(8, 4, 2))
 
 
 def test_twelve_layers_with_a_number_and_an_object_each_compile_once() -> None:
