@@ -160,12 +160,12 @@ class TracedFunction:
             CompileError: Dynamo cannot trace it.
         """
         if not self._state.is_trusting:
-            entry = self._fitting(values)
+            entry = self.entry_for(values)
             return entry.run(*values) if entry is not None else self._trace(values, before_trace)
         trusted, key = self._trusted_now(), _call_key(values)
         run = trusted.get(key)
         if run is None:
-            entry = self._fitting(values)
+            entry = self.entry_for(values)
             if entry is None:
                 return self._trace(values, before_trace)
             run = trusted[key] = entry.run
@@ -188,9 +188,6 @@ class TracedFunction:
 
     def entry_for(self, values: tuple[Any, ...]) -> torch_private_entries.CompiledEntry | None:
         """Returns what a call with these arguments runs; None where it would be traced."""
-        return self._fitting(values)
-
-    def _fitting(self, values: tuple[Any, ...]) -> torch_private_entries.CompiledEntry | None:
         named = dict(zip(self._parameters, values, strict=True))
         for entry in self._entries:
             if entry.fits(named):
