@@ -70,14 +70,15 @@ def _compile(
 ) -> Callable[..., Any]:
     values = [value.meta.get("example_value") if isinstance(value, Node) else value for value in call.args]
     examples = torch_private_compiling.example_inputs(values)
-    if torch_private_compiling.share_memory(examples) and _writes_inputs(piece, values):
+    is_shared = torch_private_compiling.share_memory(examples)
+    if is_shared and _writes_inputs(piece, values):
         _logger.warning(
             "%s writes an input that shares memory with another: it runs as FX, uncompiled.", name
         )
         return run_as_fx(piece, examples)
     # A compiler may change the piece, before it fails or when it is done.
     text = str(piece.graph)
-    kept = _copied(piece) if any(map(may_write, piece.graph.nodes)) else None
+    kept = _copied(piece) if not is_shared and any(map(may_write, piece.graph.nodes)) else None
     try:
         with torch_private_compiling.separate_compile():
             result = piece_compiler(piece, examples)
@@ -112,13 +113,13 @@ def _copied(piece: GraphModule) -> GraphModule:
 def _unless_memory_is_shared(
     name: str, compiled: Callable[..., Any], piece: GraphModule, examples: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Returns a compiled piece that runs as FX where a call's inputs share memory, and those of the trace did not.
+    """Returns a compiled piece that runs as FX where a call's inputs share memory, as those of the trace did not.
 
     Dynamo does not guard on that; the piece may write one of them.
     """
     tensors = {index: value for index, value in enumerate(examples) if isinstance(value, torch.Tensor)}
     places = [index for index, value in tensors.items() if value.layout is torch.strided]
-    if len(places) < 2 or torch_private_compiling.share_memory(examples):
+    if len(places) < 2:
         return compiled
     chosen, is_shared = operator.itemgetter(*places), torch_private_compiling.memory_is_shared
     has_warned = False
