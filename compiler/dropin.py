@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private_tracing
+from sgl_piecewise.runtime import torch_private_sizes, torch_private_tracing
 from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.capture.flat_inputs import InputFacts
 from sgl_piecewise.runtime.capture.on_call import OnCallCapture
@@ -114,11 +114,11 @@ def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFac
                 copied.append(index)
         elif isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
             keyed.append(index)
-            known |= torch_private_tracing.free_symbols(value)
+            known |= torch_private_sizes.free_symbols(value)
         else:
             refusal = UNKNOWN_INPUT
     for index in copied:
-        symbols = torch_private_tracing.free_symbols(inputs[index].meta["example_value"])
+        symbols = torch_private_sizes.free_symbols(inputs[index].meta["example_value"])
         if symbols - known:
             varying.append(index)
     writes = writes_of(split)

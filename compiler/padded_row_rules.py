@@ -66,7 +66,7 @@ class OperatorCall:
 
     def follows(self, number: Any) -> bool:
         """Whether a number depends on the size."""
-        return self._symbol in torch_private_sizes.symbols_of(number)
+        return self._symbol in torch_private_sizes.free_symbols(number)
 
     def has_dim(self, tensor: Any, dim: int) -> bool:
         """Whether one dimension of a tensor is the size; negative ones count from the end."""

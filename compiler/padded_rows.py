@@ -160,4 +160,6 @@ def _shape_symbols(tensor: torch.Tensor) -> set[Any]:
 
 def _any_symbols(value: Any) -> set[Any]:
     """Returns the symbols of a number, or of a tensor's shape."""
-    return _shape_symbols(value) if isinstance(value, torch.Tensor) else torch_private_sizes.symbols_of(value)
+    return (
+        _shape_symbols(value) if isinstance(value, torch.Tensor) else torch_private_sizes.free_symbols(value)
+    )

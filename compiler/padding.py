@@ -197,12 +197,12 @@ def _refuse_followers(
         raise _UnsoundError(NUMBER)
     for index, node in enumerate(inputs):
         value = _example(node)
-        if symbol not in torch_private_tracing.free_symbols(value) or index in numbers:
+        if symbol not in torch_private_sizes.free_symbols(value) or index in numbers:
             continue
         if not isinstance(value, torch.Tensor):
             raise _UnsoundError(NUMBER)
         following = [
-            dim for dim, size in enumerate(value.shape) if symbol in torch_private_tracing.free_symbols(size)
+            dim for dim, size in enumerate(value.shape) if symbol in torch_private_sizes.free_symbols(size)
         ]
         if following != [dims.get(index)] or index in facts.varying:
             raise _UnsoundError(UNNAMED_INPUT)
@@ -218,12 +218,12 @@ def _output_dims(split: GraphModule, symbol: Any, padded: Sequence[Node]) -> lis
     for node in output.args[0]:
         value = _example(node) if isinstance(node, Node) else node
         if not isinstance(value, torch.Tensor):
-            if symbol in torch_private_tracing.free_symbols(value):
+            if symbol in torch_private_sizes.free_symbols(value):
                 raise _UnsoundError(UNCUTTABLE_OUTPUT)
             dims.append(None)
             continue
         following = [
-            dim for dim, size in enumerate(value.shape) if symbol in torch_private_tracing.free_symbols(size)
+            dim for dim, size in enumerate(value.shape) if symbol in torch_private_sizes.free_symbols(size)
         ]
         if len(following) > 1 or any(
             torch_private_sizes.symbol_of(value.shape[dim]) != symbol for dim in following

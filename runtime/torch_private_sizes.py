@@ -192,11 +192,14 @@ def symbol_of(size: Any) -> Any:
     return expression if expression.is_symbol else None
 
 
-def symbols_of(number: Any) -> set[Any]:
-    """Returns the symbols that a number of a trace depends on, whatever its type."""
-    if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return set()
-    return set(number.node.expr.free_symbols)
+def free_symbols(value: Any) -> set[Any]:
+    """Returns the symbols that a number, or the form of a tensor, depends on."""
+    if isinstance(value, torch.Tensor):
+        return set().union(
+            *(free_symbols(one) for one in (*value.shape, *value.stride(), value.storage_offset()))
+        )
+    is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return set(value.node.expr.free_symbols) if is_symbolic else set()
 
 
 def size_expression(size: int | torch.SymInt) -> Any:

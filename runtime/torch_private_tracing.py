@@ -363,16 +363,6 @@ def is_static_input(node: Any) -> bool:
     return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
 
 
-def free_symbols(value: Any) -> set[Any]:
-    """Returns the symbols that a number, or the form of a tensor, depends on."""
-    if isinstance(value, torch.Tensor):
-        return set().union(
-            *(free_symbols(one) for one in (*value.shape, *value.stride(), value.storage_offset()))
-        )
-    is_symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return set(value.node.expr.free_symbols) if is_symbolic else set()
-
-
 def compile_name() -> str:
     """Returns which compile of the process is in progress, as PyTorch's own reports name it."""
     found = CompileContext.current_compile_id()
