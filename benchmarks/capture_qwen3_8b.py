@@ -505,7 +505,7 @@ def measure(
         "in_the_model": measure_break_cost(arms["breakable"], arms["full"]),
         **{
             f"{kind}, copies {where} graphs": measure_break_alone(
-                kind, CudaDevice(sets_copy_sources=where == "in")
+                kind, CudaDevice(edits_graphs=where == "in")
             )
             for kind in ("returns_a_tensor", "writes_through_an_argument")
             for where in ("between", "in")
@@ -543,7 +543,7 @@ def main() -> int:
         name = list(report)[-1]
         print(f"== {name}\n{json.dumps(report[name], indent=1)}", flush=True)
 
-    device = CudaDevice(sets_copy_sources=not arguments.copies_between_graphs)
+    device = CudaDevice(edits_graphs=not arguments.copies_between_graphs)
     subject = load_subject(arguments.model, arguments.layers, device)
     attention = CausalAttention()
     with use_forward_context(ForwardContext(attention=attention)):

@@ -105,7 +105,7 @@ class MemoryEstimate:
         events = [
             event
             for event in without_layers(self.fused_events if pieces_run == "fused" else self.events)
-            if (pool.sets_copy_sources or not event.is_staging)
+            if (pool.edits_graphs or not event.is_staging)
             and not (pieces_run != "fx" and event.is_inside_piece and not pool.sees_compiled_code)
         ]
         expressions = dict.fromkeys(event.num_bytes for event in events if event.num_bytes is not None)

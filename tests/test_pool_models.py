@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def cuda_pool() -> CudaPoolModel:
-    return CudaPoolModel(sets_copy_sources=True)
+    return CudaPoolModel(edits_graphs=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .call_copies import CopiesIn, CopiesOut, in_order, refused
+from .device import DEVICE_TO_DEVICE
 from .flat_inputs import FlatInputs
 from .flat_outputs import FlatOutputs
 from .recording import Recording
@@ -46,11 +48,14 @@ class CapturedCall:
         recording: The recording.
         outputs: How its outputs become a call's.
         counts: Where replays are counted.
+        copies_in: Copies of inputs that are in the graphs, if they are.
+        copies_out: Copies of outputs, likewise.
 
     Attributes:
         recording: As given.
         addresses: Where static inputs lie, by place, as `torch_private.address_check` wants it.
         places: Of the static inputs.
+        copies_out: As given.
         conflicts_with: Tells whether a call's inputs share memory so that it cannot be a replay; None where none can.
         is_held: Tells whether this thread is replaying or capturing on the recording's pool.
         is_for_padding: Whether calls of other sizes may use it.
@@ -62,6 +67,7 @@ class CapturedCall:
         "__weakref__",
         "addresses",
         "conflicts_with",
+        "copies_out",
         "is_for_padding",
         "is_held",
         "owners",
@@ -71,7 +77,14 @@ class CapturedCall:
     )
 
     def __init__(
-        self, inputs: FlatInputs, recording: Recording, outputs: FlatOutputs, counts: ReplayCounts
+        self,
+        inputs: FlatInputs,
+        recording: Recording,
+        outputs: FlatOutputs,
+        counts: ReplayCounts,
+        *,
+        copies_in: CopiesIn | None = None,
+        copies_out: CopiesOut | None = None,
     ) -> None:
         self.recording = recording
         self.places = list(inputs.addresses)
@@ -79,19 +92,29 @@ class CapturedCall:
         self.conflicts_with: Callable[[Sequence[Any]], bool] | None = (
             inputs.conflicts_with if inputs.can_conflict else None
         )
+        self.copies_out = copies_out  # Launches may write to its memory.
         self.is_held = recording.pool.is_held
         self.is_for_padding = inputs.size is not None
-        self.replay: Replay = _replay_of(inputs, recording, outputs, counts)
+        self.replay: Replay = _replay_of(inputs, recording, outputs, counts, copies_in, copies_out)
         self.owners: list[weakref.ref[torch.Tensor]] = []
 
 
 def _replay_of(
-    inputs: FlatInputs, recording: Recording, outputs: FlatOutputs, counts: ReplayCounts
+    inputs: FlatInputs,
+    recording: Recording,
+    outputs: FlatOutputs,
+    counts: ReplayCounts,
+    copies_in: CopiesIn | None,
+    copies_out: CopiesOut | None,
 ) -> Replay:
     pool = recording.pool
     lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
-    if inputs.only_copy is not None and outputs.are_clones and len(recording.outputs) == 1:
-        target, place = inputs.only_copy
+    only_in = None if copies_in is None or inputs.has_written else copies_in.only()
+    plan_out = None if copies_out is None else copies_out.plan()
+    empty_like = torch.empty_like
+    if only_in is not None and plan_out is not None and len(plan_out) == 1:
+        place, target, in_bytes, set_in = only_in
+        ((source, out_bytes, set_out),) = plan_out
 
         def replay_one(args: Sequence[Any]) -> Sequence[Any] | None:
             with lock:
@@ -101,14 +124,22 @@ def _replay_of(
                     return None
                 if current_stream() != pool.last_stream:
                     order_after_last_use()
-                target.copy_(args[place])
+                value = args[place]
+                if not value.is_contiguous() or value.is_neg():
+                    value = in_order(value)
+                output = empty_like(recording.outputs[0])
+                if set_in(target, value.data_ptr(), in_bytes, DEVICE_TO_DEVICE) or set_out(
+                    output.data_ptr(), source, out_bytes, DEVICE_TO_DEVICE
+                ):
+                    raise refused()
                 launch()
                 counts.num_replays += 1
-                return (recording.outputs[0].clone(),)
+                return (output,)
 
         return replay_one
-    copy_in, copy_back, of_call, own_storages = (
-        inputs.copy_in,
+    copy_in: Callable[[Sequence[Any]], Any] | None = None if copies_in is None else copies_in.setter()
+    copy_in = copy_in or inputs.copy_in
+    copy_back, of_call, own_storages = (
         inputs.copy_back if inputs.has_written else None,
         None if outputs.are_clones else outputs.of_call,
         outputs.own_storages,
@@ -123,13 +154,22 @@ def _replay_of(
                 return None
             if current_stream() != pool.last_stream:
                 order_after_last_use()
-            copy_in(args)
+            held = copy_in(args)
+            copies = None
+            if plan_out is not None:
+                copies = list(map(empty_like, recording.outputs))
+                for (source, num_bytes, set_ends), output in zip(plan_out, copies, strict=True):
+                    if set_ends(output.data_ptr(), source, num_bytes, DEVICE_TO_DEVICE):
+                        raise refused()
             launch()
+            del held
             if copy_back is not None:
                 copy_back(args, own_storages)
             counts.num_replays += 1
             if is_padded is not None:
                 counts.num_padded += is_padded(args)
+            if copies is not None:
+                return copies
             if of_call is None:
                 return list(map(clone, recording.outputs))
             return of_call(args, recording.outputs)

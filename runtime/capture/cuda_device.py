@@ -26,6 +26,7 @@ from ..errors import (
 )
 from . import cuda_runtime
 from .cuda_graph import CudaGraph, generators_in_use
+from .cuda_graph_edit import load_editor, replace_memsets, zeros_on
 from .cuda_pool_model import CudaPoolModel
 from .cuda_streams import StreamTracker, watch_streams
 from .cuda_workspaces import given_stream, take_stream
@@ -78,14 +79,15 @@ class CudaPool(GraphPool):
         self.generators = generators
         self.tracker = StreamTracker(self.stream)
         self.runtime = cuda_runtime.load()
-        self._sets_copy_sources = device.sets_copy_sources and self.runtime is not None
+        self._edits_graphs = device.edits_graphs and self.runtime is not None
+        self._editor = load_editor() if self._edits_graphs else None
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._outside: set[int] = set()
 
     @property
-    def sets_copy_sources(self) -> bool:
-        return self._sets_copy_sources
+    def edits_graphs(self) -> bool:
+        return self._edits_graphs
 
     def launcher(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
         launch = super().launcher(steps)
@@ -134,6 +136,8 @@ class CudaPool(GraphPool):
                 "A capture inside it is not possible; capture only once, outside or inside."
             )
         self._outside.clear()
+        if self._editor is not None:
+            zeros_on(self.device.torch_device)  # While nothing is being captured.
         with generators_in_use:
             self._hold_memory()
             self._is_scope_open = True
@@ -166,8 +170,13 @@ class CudaPool(GraphPool):
             self._hold()
             self._hold = None
 
-    def new_graph(self, *, takes_copies: bool = False) -> CudaGraph:
-        return CudaGraph(self, takes_copies=takes_copies)
+    def new_graph(self) -> CudaGraph:
+        return CudaGraph(self)
+
+    def replace_memsets(self, graph: int) -> None:
+        """Makes a captured graph, given by its address, faster to launch."""
+        if self._editor is not None:
+            replace_memsets(self._editor, graph, zeros_on(self.device.torch_device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         index = self.device.torch_device.index
@@ -230,7 +239,7 @@ class CudaDevice(GraphDevice):
 
     Args:
         device: ``cuda`` or ``cuda:N``; the current device if no index is given.
-        sets_copy_sources: Whether boundary copies are nodes of the graphs, whose source replay sets. That
+        edits_graphs: Whether boundary copies are nodes of the graphs, whose source replay sets. That
             costs the host less per break than a copy between graphs, and more host memory
             (``docs/decisions/0007-copies-inside-graphs.md``).
 
@@ -241,7 +250,7 @@ class CudaDevice(GraphDevice):
 
     is_emulated = False
 
-    def __init__(self, device: torch.device | str = "cuda", *, sets_copy_sources: bool = True) -> None:
+    def __init__(self, device: torch.device | str = "cuda", *, edits_graphs: bool = True) -> None:
         asked = torch.device(device)
         if asked.type != "cuda":
             raise ConfigError(
@@ -259,7 +268,7 @@ class CudaDevice(GraphDevice):
                 "they count from cuda:0 (and CUDA_VISIBLE_DEVICES may hide some)."
             )
         self.torch_device = torch.device("cuda", index)
-        self.sets_copy_sources = sets_copy_sources
+        self.edits_graphs = edits_graphs
         self._pools: weakref.WeakValueDictionary[tuple[int, int], CudaPool] = weakref.WeakValueDictionary()
 
     @property
@@ -270,7 +279,7 @@ class CudaDevice(GraphDevice):
         return CudaPool(self)
 
     def new_pool_model(self) -> CudaPoolModel:
-        return CudaPoolModel(sets_copy_sources=self.sets_copy_sources and cuda_runtime.load() is not None)
+        return CudaPoolModel(edits_graphs=self.edits_graphs and cuda_runtime.load() is not None)
 
     def pool_for(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import warnings
@@ -13,7 +14,7 @@ import torch
 
 from .. import torch_private
 from . import cuda_runtime
-from .device import DeviceGraph, SettableCopy
+from .device import DeviceGraph, EndsSetter, SettableCopy
 
 if TYPE_CHECKING:
     from .cuda_device import CudaPool
@@ -31,17 +32,15 @@ class CudaGraph(DeviceGraph):
 
     Args:
         pool: Where it gets its memory; counts the graphs that use it.
-        takes_copies: Whether `record_copy` will be called.
 
     Attributes:
         held_sources: Sources of copies for the next launch, which lets go of them.
     """
 
-    def __init__(self, pool: CudaPool, *, takes_copies: bool = False) -> None:
+    def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
-        self._takes_copies = takes_copies
-        # Nodes can be set as long as the graph that they were captured in is kept, which costs host memory.
-        self._graph = torch.cuda.CUDAGraph(keep_graph=takes_copies)
+        # Nodes can be changed as long as the graph that they were captured in is kept, which costs host memory.
+        self._graph = torch.cuda.CUDAGraph(keep_graph=pool.edits_graphs)
         self._is_empty = False
         self._is_recording = False
         self._uses_pool = False
@@ -72,7 +71,8 @@ class CudaGraph(DeviceGraph):
                 self._is_recording = False
                 self._pool.num_graphs += 1
                 self._uses_pool = True
-                if self._takes_copies:
+                if self._pool.edits_graphs:
+                    self._pool.replace_memsets(self._graph.raw_cuda_graph())
                     self._graph.instantiate()
                 self._executable = self._graph.raw_cuda_graph_exec()
         self._is_empty = any(_EMPTY_GRAPH_WARNING in str(entry.message) for entry in caught)
@@ -138,7 +138,7 @@ class CudaGraph(DeviceGraph):
 
 
 class CudaCopy(SettableCopy):
-    """A memcpy node at the start of a graph.
+    """A memcpy node of a graph.
 
     Args:
         graph: The graph that holds it.
@@ -165,6 +165,12 @@ class CudaCopy(SettableCopy):
         return cuda_runtime.copy_setter(
             runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
         )
+
+    def ends_setter(self) -> EndsSetter | None:
+        runtime = cuda_runtime.load()
+        if self._node is None or runtime is None:
+            return None
+        return functools.partial(runtime.set_copy, self._graph.executable(), self._node)
 
     def _write_fixed_source(self, source: torch.Tensor) -> None:
         assert self._fixed_source is not None, "kept where there is no node"

@@ -69,8 +69,8 @@ class _FreeBlocks:
 class CudaPoolModel(PoolModel):
     """A graph pool of PyTorch's caching allocator; see the module."""
 
-    def __init__(self, *, sets_copy_sources: bool) -> None:
-        super().__init__(sets_copy_sources=sets_copy_sources)
+    def __init__(self, *, edits_graphs: bool) -> None:
+        super().__init__(edits_graphs=edits_graphs)
         self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
         self._taken: list[_Block] = []
         self._segments: list[int] = []

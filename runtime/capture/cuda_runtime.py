@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
+from .device import DEVICE_TO_DEVICE
 
-_MEMCPY_DEVICE_TO_DEVICE = 3
 _NODE_TYPE_MEMCPY = 1
 _CAPTURE_ACTIVE = 1
 _STREAM_NON_BLOCKING = 1
@@ -93,16 +93,24 @@ class CudaRuntime:
 
 
 @functools.cache
-def load() -> CudaRuntime | None:
+def libraries() -> tuple[ctypes.CDLL, ctypes.CDLL] | None:
     """Finds the CUDA runtime and driver libraries of this process; None where one is missing."""
     version = torch.version.cuda
     if version is None:
         return None
     try:
-        runtime = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
-        driver = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}"), ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+@functools.cache
+def load() -> CudaRuntime | None:
+    """Returns the entry points; None where a library is missing."""
+    found = libraries()
+    if found is None:
+        return None
+    runtime, driver = found
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     launch, set_copy = runtime.cudaGraphLaunch, runtime.cudaGraphExecMemcpyNodeSetParams1D
     launch.argtypes = [pointer, pointer]
@@ -146,7 +154,7 @@ def copy_setter(
 
     def set_source(source: torch.Tensor) -> None:
         hold(source)
-        error = set_copy(executable, node, address, source.data_ptr(), num_bytes, _MEMCPY_DEVICE_TO_DEVICE)
+        error = set_copy(executable, node, address, source.data_ptr(), num_bytes, DEVICE_TO_DEVICE)
         if error:
             check(error, "set the source of a boundary copy")
 

@@ -48,20 +48,19 @@ class DeviceGraph(abc.ABC):
         """
 
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
-        """Records ``target.copy_(source)`` as work of the graph; replay sets the source.
+        """Records ``target.copy_(source)`` as work of the graph; replay sets the source, or both ends.
 
-        Only where the pool ``sets_copy_sources`` and the graph ``takes_copies``; call it after ``begin``,
-        before any other work.
+        Only where the pool ``edits_graphs``.
 
         Args:
-            target: Dense, in the pool.
-            source: Of the same shape and type; may die afterwards.
+            target: Dense, in the pool; may die afterwards if replay sets both ends.
+            source: Of the same shape and type, in the pool; may die afterwards.
 
         Returns:
-            What sets the source, from the end of the graph on.
+            What sets them, from the end of the graph on.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no copies with a source to be set; ask the pool's sets_copy_sources first"
+            f"{type(self).__name__} has no copies whose ends can be set; ask the pool's edits_graphs first"
         )
 
     @abc.abstractmethod
@@ -101,12 +100,27 @@ class DeviceGraph(abc.ABC):
         return []
 
 
+DEVICE_TO_DEVICE = 3
+"""What the last argument of an `EndsSetter` is: CUDA's number for copies on the device."""
+
+EndsSetter = Callable[[int, int, int, int], int]
+"""``set_ends(target, source, num_bytes, DEVICE_TO_DEVICE) -> error``: where a copy writes and reads from now on.
+
+Takes addresses, returns 0 or CUDA's error. On CUDA this is a function in C, for code that asks at every replay. The
+caller keeps the memory until the launch.
+"""
+
+
 class SettableCopy(abc.ABC):
-    """A copy inside a graph whose source is given anew before each launch."""
+    """A copy inside a graph whose source, or both ends, are given anew before each launch."""
 
     @abc.abstractmethod
     def setter(self) -> Callable[[torch.Tensor], None]:
         """Returns ``set_source(tensor)``; ask once the graph has ended. The tensor is kept till the launch."""
+
+    @abc.abstractmethod
+    def ends_setter(self) -> EndsSetter | None:
+        """Returns what sets both ends; ask once the graph has ended. None where they cannot be set."""
 
 
 class GraphPool(abc.ABC):
@@ -168,8 +182,8 @@ class GraphPool(abc.ABC):
         self.lock.release()
 
     @property
-    def sets_copy_sources(self) -> bool:
-        """Whether a boundary copy can be the first node of the next graph (``record_copy``)."""
+    def edits_graphs(self) -> bool:
+        """Whether graphs can hold copies whose ends replay sets (``record_copy``)."""
         return False
 
     def launcher(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
@@ -216,13 +230,8 @@ class GraphPool(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
-    def new_graph(self, *, takes_copies: bool = False) -> DeviceGraph:
-        """Returns an empty graph on this pool.
-
-        Args:
-            takes_copies: Whether copies will be recorded with ``record_copy``; such a graph may cost
-                more host memory.
-        """
+    def new_graph(self) -> DeviceGraph:
+        """Returns an empty graph on this pool."""
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from .. import torch_private
 from ..errors import CaptureError
 from .call_padding import CallPadding, Form
-from .extents import address_of, overlaps_itself, span_bytes
+from .extents import address_of, is_plain_memory, overlaps_itself, span_bytes
 from .static_inputs import fill_tail
 
 # A buffer keeps the address of what it stands for modulo this, since kernels choose code by alignment.
@@ -108,8 +108,8 @@ class FlatInputs:
         addresses: Where each static input lies, by its place.
         aliases: For each storage that a view has: the place of one input that lies in it.
         copy_in: Copies a call's inputs into the buffers, and pads them.
-        only_copy: Buffer and place of one input, where to copy that is all of ``copy_in`` and nothing is written
-            back; else None.
+        plain_copies: Place and buffer of each copied input, where ``copy_in`` does no more than to move bytes in
+            order; else None.
         can_conflict: Whether `conflicts_with` may hold of any call.
 
     Raises:
@@ -164,9 +164,9 @@ class FlatInputs:
         self.can_conflict = bool(self._conflicts) and bool(facts.copied)
         copy_in = self._copier()
         self.copy_in = copy_in if self._padding is None else self._padding_copier(self._padding, copy_in)
-        self.only_copy: tuple[torch.Tensor, int] | None = None
-        if self._padding is None and not written and self._is_dense == [True]:
-            self.only_copy = self._targets[0], facts.copied[0]
+        self.plain_copies: list[tuple[int, torch.Tensor]] | None = None
+        if self._padding is None and all(self._is_dense) and all(map(is_plain_memory, self._targets)):
+            self.plain_copies = list(zip(facts.copied, self._targets, strict=True))
         self.copy_in(args)
 
     def _copier(self) -> Callable[[Sequence[Any]], None]:

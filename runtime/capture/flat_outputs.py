@@ -35,7 +35,7 @@ class FlatOutputs:
 
     Attributes:
         own_storages: Of the graph memory that calls get.
-        are_clones: Whether each output of a call is a copy of that of the recording.
+        are_clones: Whether each output of a call is a copy of that of the recording, of the same form.
         of_call: Gives a call's outputs after a replay, from the call's inputs and the recording's outputs.
     """
 

@@ -22,6 +22,7 @@ from .. import torch_private
 from ..mark import active_capture, active_capture_getter
 from ..records import CallStats
 from .call_capture import run_before_capture
+from .call_copies import CopiesIn, CopiesOut
 from .call_padding import GUARDED, CallPadding
 from .call_policy import CallPolicy
 from .call_replay import CapturedCall, ReplayCounts
@@ -333,6 +334,9 @@ class OnCallCapture:
             restores_objects=True,
         )
         with session:
+            copies_in = copies_out = None
+            if pool.edits_graphs and inputs.plain_copies is not None:
+                copies_in = CopiesIn(session, inputs.plain_copies)
             outputs = list(self._forward(*inputs.views))
             inputs.refuse_reshaped()
             plan = FlatOutputs(
@@ -344,12 +348,16 @@ class OnCallCapture:
                 padding=None if padded is None else self._padding,
             )
             session.set_outputs(outputs)
+            if pool.edits_graphs and plan.are_clones and all(output.numel() for output in outputs):
+                copies_out = CopiesOut(session, outputs)
             del outputs
         assert session.recording is not None
         for place, tensor in enumerate(self._held, start=len(args)):
             inputs.addresses[place] = tensor.data_ptr()
         inputs.forget_caller()
-        captured = CapturedCall(inputs, session.recording, plan, self._counts)
+        captured = CapturedCall(
+            inputs, session.recording, plan, self._counts, copies_in=copies_in, copies_out=copies_out
+        )
         forget = partial(_forget, weakref.ref(self), weakref.ref(captured))
         captured.owners = [weakref.ref(args[index], forget) for index in self._facts.static]
         return captured

@@ -186,7 +186,7 @@ def _filled_boundary(
     if memory is not None:
         start = min(source.data_ptr() for source in sources)
         memory.copy_(bytes_of(sources[0], start, memory.numel()))
-    elif pool.sets_copy_sources and is_plain_memory(sources[0]):
+    elif pool.edits_graphs and is_plain_memory(sources[0]):
         staging = _view(pool.allocate(sources[0].nbytes), sources[0], 0)
         if is_launched:
             staging.copy_(sources[0])

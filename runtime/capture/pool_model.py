@@ -14,17 +14,17 @@ class PoolModel(abc.ABC):
     """An imitation of the allocator behind one pool and its one capture stream.
 
     Args:
-        sets_copy_sources: As the pool's: whether a break's result waits in pool memory for the graph that copies it.
+        edits_graphs: As the pool's: whether a break's result waits in pool memory for the graph that copies it.
 
     Attributes:
-        sets_copy_sources: The same.
+        edits_graphs: The same.
         sees_compiled_code: Whether what a compiler's code allocates for itself comes from the pool.
     """
 
     sees_compiled_code = True
 
-    def __init__(self, *, sets_copy_sources: bool) -> None:
-        self.sets_copy_sources = sets_copy_sources
+    def __init__(self, *, edits_graphs: bool) -> None:
+        self.edits_graphs = edits_graphs
 
     @abc.abstractmethod
     def allocate(self, num_bytes: int) -> int:

@@ -26,7 +26,7 @@ from ..mark import MarkedFunction, active_capture, use_capture
 from ..object_state import unchanged_objects
 from .autocast import AutocastState, without_autocast_cache
 from .autograd import refuse_history
-from .device import DeviceGraph, GraphPool
+from .device import DeviceGraph, GraphPool, SettableCopy
 from .guard import OutsideWriteGuard
 from .placement import BAKED_TYPES, PlacedResult, place_result
 from .recording import Recording
@@ -114,6 +114,19 @@ class CaptureSession:
             for leaf in leaves:
                 self._guard.check_read("The result of the captured function", leaf)
         self._outputs = outputs
+
+    def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
+        """Records a copy as work of the graph that is open; call it inside the block.
+
+        Nothing may be launched while capturing, and the pool must edit graphs.
+
+        Args:
+            target: Dense; may die afterwards if every launch sets both ends, as may ``source``.
+            source: Of the same shape and type.
+        """
+        assert self._graph is not None, "between segments"
+        assert not self.is_launching, "the copy would run with these ends"
+        return self._graph.record_copy(target, source)
 
     def __enter__(self) -> CaptureSession:
         refuse_nested_capture()
@@ -210,7 +223,7 @@ class CaptureSession:
             for path, copy, source in placed.copied
             if not source.expired()
         ]
-        self._begin_segment(takes_copies=bool(placed.staged))
+        self._begin_segment()
         self._record_copies(placed)
         for copy, origin, source in only_copies:
             self._guard_copy(copy, origin, source)
@@ -237,8 +250,8 @@ class CaptureSession:
             "(`@eager_on_graph(capture_stub=...)`), or capture with launch_segments=True."
         )
 
-    def _begin_segment(self, *, takes_copies: bool = False) -> None:
-        graph = self.pool.new_graph(takes_copies=takes_copies)
+    def _begin_segment(self) -> None:
+        graph = self.pool.new_graph()
         self._graph = graph
         graph.begin()
 

@@ -218,15 +218,15 @@ class CudaInNumbers(EmulatedDevice):
     """A device that is asked for nothing but the model of a CUDA pool."""
 
     def new_pool_model(self) -> Any:
-        return CudaPoolModel(sets_copy_sources=self.sets_copy_sources)
+        return CudaPoolModel(edits_graphs=self.edits_graphs)
 
 
 def test_staging_is_counted_where_graphs_copy() -> None:
     """One row is a block: a value, its boundary buffer, and what waits for the graph that copies it."""
     estimate = memory_estimate(lambda x: marked(x.sin()).cos(), (torch.ones(7, 128),))
     assert estimate.peak.at(10) == 2 * 10 * BLOCK
-    assert estimate.reserved_bytes(10, EmulatedDevice(sets_copy_sources=True)) == 3 * 10 * BLOCK
-    assert estimate.reserved_bytes(10, EmulatedDevice(sets_copy_sources=False)) == 2 * 10 * BLOCK
+    assert estimate.reserved_bytes(10, EmulatedDevice(edits_graphs=True)) == 3 * 10 * BLOCK
+    assert estimate.reserved_bytes(10, EmulatedDevice(edits_graphs=False)) == 2 * 10 * BLOCK
 
 
 def test_sizes_are_captured_largest_first_into_one_pool() -> None:

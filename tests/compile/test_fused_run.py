@@ -85,7 +85,7 @@ class _Cuda:
     """As much of a CUDA device as an estimate asks for."""
 
     def new_pool_model(self) -> CudaPoolModel:
-        return CudaPoolModel(sets_copy_sources=True)
+        return CudaPoolModel(edits_graphs=True)
 
 
 # 42 sizes up to 4096, bf16, on an H200: docs/results/2026-11-30-h200-compile-*.json, pool_bytes of tc_piecewise.

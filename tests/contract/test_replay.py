@@ -57,7 +57,7 @@ def test_replay_does_copies_launches_and_bodies_only(
     with _Operators() as operators:
         captured(x)
     # Input in, the body, its result into the boundary buffer (unless the next graph does that), output out.
-    boundary = [] if captured.pool.sets_copy_sources else ["copy_"]
+    boundary = [] if captured.pool.edits_graphs else ["copy_"]
     assert _work(operators.names) == ["copy_", "mul", *boundary, *tail]
 
 

@@ -57,7 +57,7 @@ class _Comparison:
     def __init__(self, program: Program, device: GraphDevice, coverage: Coverage) -> None:
         self._program = program
         kind = EmulatedDevice if device.is_emulated else CudaDevice
-        device = kind(sets_copy_sources=program.copies_in_graphs)
+        device = kind(edits_graphs=program.copies_in_graphs)
         self._device = device
         self._torch_device = device.torch_device
         self._coverage = coverage

@@ -24,7 +24,7 @@ def _no_autograd() -> Iterator[None]:
 def copying_device(request: pytest.FixtureRequest, graph_device: GraphDevice) -> GraphDevice:
     """A device, and its emulation with boundary copies inside the graphs."""
     if request.param and graph_device.is_emulated:
-        return EmulatedDevice(sets_copy_sources=True)
+        return EmulatedDevice(edits_graphs=True)
     return graph_device
 
 

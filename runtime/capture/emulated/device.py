@@ -41,14 +41,14 @@ class EmulatedPool(GraphPool):
     def __init__(self, device: EmulatedDevice) -> None:
         super().__init__(device, int)  # One stream: number 0.
         self.arena = Arena(device.reserve)
-        self._sets_copy_sources = device.sets_copy_sources
+        self._edits_graphs = device.edits_graphs
         self._recorder: Recorder | None = None
         self._thread: int | None = None
         self._stream_names = StreamNames()
 
     @property
-    def sets_copy_sources(self) -> bool:
-        return self._sets_copy_sources
+    def edits_graphs(self) -> bool:
+        return self._edits_graphs
 
     def _wait_for_stream(self, last_stream: int) -> None:
         raise AssertionError("the emulated device replays on one stream")
@@ -98,8 +98,8 @@ class EmulatedPool(GraphPool):
         if self._recorder is not None and self._thread == threading.get_ident():
             self._recorder.abort()
 
-    def new_graph(self, *, takes_copies: bool = False) -> DeviceGraph:
-        return EmulatedGraph(self, takes_copies=takes_copies)
+    def new_graph(self) -> DeviceGraph:
+        return EmulatedGraph(self)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         recorder = self.open_recorder()
@@ -124,15 +124,15 @@ class EmulatedDevice(GraphDevice):
 
     Args:
         limit_bytes: What all its pools together may reserve; None for no limit.
-        sets_copy_sources: Whether boundary copies are part of the graphs, as with this option of
+        edits_graphs: Whether copies whose ends replay sets are part of the graphs, as with this option of
             `CudaDevice`.
     """
 
     is_emulated = True
 
-    def __init__(self, *, limit_bytes: int | None = None, sets_copy_sources: bool = True) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, edits_graphs: bool = True) -> None:
         self.torch_device = torch.device("cpu")
-        self.sets_copy_sources = sets_copy_sources
+        self.edits_graphs = edits_graphs
         self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[EmulatedPool] = weakref.WeakSet()
 
@@ -146,7 +146,7 @@ class EmulatedDevice(GraphDevice):
         return pool
 
     def new_pool_model(self) -> EmulatedPoolModel:
-        return EmulatedPoolModel(sets_copy_sources=self.sets_copy_sources)
+        return EmulatedPoolModel(edits_graphs=self.edits_graphs)
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""

@@ -10,7 +10,7 @@ import torch
 
 from ... import torch_private
 from ...errors import CaptureError, ReplayError
-from ..device import DeviceGraph, SettableCopy
+from ..device import DEVICE_TO_DEVICE, DeviceGraph, EndsSetter, SettableCopy
 from ..user_code import current_user_line
 from .recording import Operation
 from .refusals import REFUSALS
@@ -20,40 +20,50 @@ if TYPE_CHECKING:
     from .device import EmulatedPool
 
 
+_INVALID_VALUE = 1  # As CUDA.
+
+
 class EmulatedCopy(SettableCopy):
     """A copy of bytes, as a memcpy node is: of lazy conjugation and strides it knows nothing."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # Both lie in the arena, which the graph keeps mapped.
-        self._target = target.data_ptr()
-        self._num_bytes = target.nbytes
-        self._first_source = source.data_ptr()
+        self._ends: tuple[int, int, int] | None = (target.data_ptr(), source.data_ptr(), target.nbytes)
+        self._target, self._num_bytes = target.data_ptr(), target.nbytes
         self._source: torch.Tensor | None = None
+        self._are_set = False
 
     def setter(self) -> Callable[[torch.Tensor], None]:
         return self._set_source
 
     def _set_source(self, source: torch.Tensor) -> None:
-        self._first_source = 0
         self._source = source
+        self._set_ends(self._target, source.data_ptr(), self._num_bytes, DEVICE_TO_DEVICE)
+
+    def ends_setter(self) -> EndsSetter | None:
+        return self._set_ends
+
+    def _set_ends(self, target: int, source: int, num_bytes: int, kind: int) -> int:
+        if kind != DEVICE_TO_DEVICE or num_bytes != self._num_bytes:
+            return _INVALID_VALUE
+        self._are_set = True
+        self._ends = target, source, num_bytes
+        return 0
 
     def run(self) -> None:
-        """Copies, and lets go of the source."""
-        address = self._first_source if self._source is None else self._source.data_ptr()
-        if not address:
-            raise ReplayError(
-                "A graph was launched twice for one source of its first copy, which is gone by now."
-            )
-        ctypes.memmove(self._target, address, self._num_bytes)
-        self._source = None
+        """Copies; once the ends were set, they are forgotten afterwards."""
+        if self._ends is None:
+            raise ReplayError("A graph was launched twice for one setting of a copy's ends, gone by now.")
+        ctypes.memmove(*self._ends)
+        if self._are_set:
+            self._ends = self._source = None
 
 
 class EmulatedGraph(DeviceGraph):
     """A recorded stretch of operators."""
 
-    def __init__(self, pool: EmulatedPool, *, takes_copies: bool = False) -> None:
+    def __init__(self, pool: EmulatedPool) -> None:
         self._pool = pool
-        self._takes_copies = takes_copies
         # Operations point into the arena without owning it: this keeps it mapped.
         self._arena = pool.arena
         self._operations: list[Operation] | None = None
@@ -70,8 +80,6 @@ class EmulatedGraph(DeviceGraph):
 
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
         recording = self._pool.open_recorder().recording
-        if not self._takes_copies:
-            raise CaptureError("record_copy() of a graph that was made without takes_copies.")
         if recording is None:
             raise CaptureError("record_copy() of a graph that is not being recorded.")
         copy = EmulatedCopy(target, source)

@@ -14,8 +14,8 @@ class EmulatedPoolModel(PoolModel):
     # A compiled piece is one operation to the recorder, and only its results move into the pool.
     sees_compiled_code = False
 
-    def __init__(self, *, sets_copy_sources: bool) -> None:
-        super().__init__(sets_copy_sources=sets_copy_sources)
+    def __init__(self, *, edits_graphs: bool) -> None:
+        super().__init__(edits_graphs=edits_graphs)
         self._ranges = FreeRanges()
         self._blocks: list[tuple[int, int]] = []
 
