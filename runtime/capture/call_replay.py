@@ -55,9 +55,9 @@ class CapturedCall:
         recording: As given.
         addresses: Where static inputs lie, by place, as `torch_private.address_check` wants it.
         places: Of the static inputs.
-        copies_out: As given.
         conflicts_with: Tells whether a call's inputs share memory so that it cannot be a replay; None where none can.
         is_held: Tells whether this thread is replaying or capturing on the recording's pool.
+        memory: Keeps alive what the graphs write to.
         is_for_padding: Whether calls of other sizes may use it.
         replay: The replay.
         owners: Kept here by who made this.
@@ -67,9 +67,9 @@ class CapturedCall:
         "__weakref__",
         "addresses",
         "conflicts_with",
-        "copies_out",
         "is_for_padding",
         "is_held",
+        "memory",
         "owners",
         "places",
         "recording",
@@ -92,7 +92,7 @@ class CapturedCall:
         self.conflicts_with: Callable[[Sequence[Any]], bool] | None = (
             inputs.conflicts_with if inputs.can_conflict else None
         )
-        self.copies_out = copies_out  # Launches may write to its memory.
+        self.memory = inputs, copies_out  # Launches write to buffers by their addresses.
         self.is_held = recording.pool.is_held
         self.is_for_padding = inputs.size is not None
         self.replay: Replay = _replay_of(inputs, recording, outputs, counts, copies_in, copies_out)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from sgl_piecewise import eager_on_graph
+from sgl_piecewise.runtime.capture.flat_inputs import FlatInputs
 
 from .support import assert_like_eager, assert_same, drop_in, tensors, total, without_graph
 
@@ -277,3 +280,29 @@ def test_a_number_that_became_a_variable_is_named_and_not_a_host_read_that_nobod
     message = " ".join(record.getMessage() for record in caplog.records)
     assert "The number 'scale' cannot be captured" in message
     assert "specialize_float" in message
+
+
+@pytest.mark.parametrize(
+    "program",
+    [lambda x: x * 2 + 1, lambda x: (x * 2, x + 1), lambda x: (x[:0] * 2, x + 1), lambda x: x.add_(1)],
+)
+def test_buffers_live_as_long_as_their_recording(
+    program: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies inside graphs go to addresses: what lies there must stay the recording's."""
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    initialise = FlatInputs.__init__
+
+    def note(inputs: FlatInputs, *args: Any, **kwargs: Any) -> None:
+        initialise(inputs, *args, **kwargs)
+        buffers.extend(map(weakref.ref, inputs._targets))
+
+    monkeypatch.setattr(FlatInputs, "__init__", note)
+    x = X.to(device)
+    compiled = drop_in(program)
+    for _ in range(4):
+        compiled(x)
+    gc.collect()
+    assert total("num_replays")
+    assert buffers
+    assert all(buffer() is not None for buffer in buffers)
