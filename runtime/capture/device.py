@@ -106,8 +106,8 @@ DEVICE_TO_DEVICE = 3
 EndsSetter = Callable[[int, int, int, int], int]
 """``set_ends(target, source, num_bytes, DEVICE_TO_DEVICE) -> error``: where a copy writes and reads from now on.
 
-Takes addresses, returns 0 or CUDA's error. On CUDA this is a function in C, for code that asks at every replay. The
-caller keeps the memory until the launch.
+Takes addresses, returns 0 or CUDA's error. It holds for all launches until it is called again; the caller sees to it
+that there is memory then. On CUDA this is a function in C, for code that calls it at every replay.
 """
 
 

@@ -31,31 +31,31 @@ class EmulatedCopy(SettableCopy):
         self._ends: tuple[int, int, int] | None = (target.data_ptr(), source.data_ptr(), target.nbytes)
         self._target, self._num_bytes = target.data_ptr(), target.nbytes
         self._source: torch.Tensor | None = None
-        self._are_set = False
 
     def setter(self) -> Callable[[torch.Tensor], None]:
         return self._set_source
 
     def _set_source(self, source: torch.Tensor) -> None:
         self._source = source
-        self._set_ends(self._target, source.data_ptr(), self._num_bytes, DEVICE_TO_DEVICE)
+        self._ends = self._target, source.data_ptr(), self._num_bytes
 
-    def ends_setter(self) -> EndsSetter | None:
+    def ends_setter(self) -> EndsSetter:
         return self._set_ends
 
     def _set_ends(self, target: int, source: int, num_bytes: int, kind: int) -> int:
         if kind != DEVICE_TO_DEVICE or num_bytes != self._num_bytes:
             return _INVALID_VALUE
-        self._are_set = True
         self._ends = target, source, num_bytes
         return 0
 
     def run(self) -> None:
-        """Copies; once the ends were set, they are forgotten afterwards."""
+        """Copies, and lets go of the source if it holds it."""
         if self._ends is None:
-            raise ReplayError("A graph was launched twice for one setting of a copy's ends, gone by now.")
+            raise ReplayError(
+                "A graph was launched twice for one source of its first copy, which is gone by now."
+            )
         ctypes.memmove(*self._ends)
-        if self._are_set:
+        if self._source is not None:
             self._ends = self._source = None
 
 
