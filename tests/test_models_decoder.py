@@ -321,6 +321,31 @@ def test_capped_attention_without_a_cache_is_what_a_loop_gives() -> None:
             assert torch.allclose(found[row, head], scores.softmax(0) @ v[seen, head // 2], atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (4, 4, 64), (6, 2, 256), (8, 2, 80)]
+)
+def test_attention_of_few_and_of_many_tokens_is_right_on_a_gpu(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Against float64; a few tokens take another kernel than many."""
+    spec = AttentionSpec(
+        layer_index=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+    )
+    attention = CausalAttention()
+    for num_tokens in (1, 2, 7, 16, 63, 64, 65, 200):
+        q, k, v = (
+            torch.randn(num_tokens, many, head_dim, device="cuda", dtype=dtype)
+            for many in (heads, kv_heads, kv_heads)
+        )
+        found = attention.run(q, k, v, spec)
+        assert found.is_contiguous()
+        expected = attention.run(*(t.double().cpu() for t in (q, k, v)), spec)
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_layers_are_equal_but_for_the_spec_at_the_mark() -> None:
     """A compiler traces one layer for all only if nothing else tells them apart."""
     model = random_decoder(SHAPES["tiny"], device="cpu", dtype=torch.float32)
