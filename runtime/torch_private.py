@@ -43,19 +43,6 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     return with_lazy_bits_of(tensor, alias)
 
 
-def flash_attention(
-    q_BHTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, *, scale: float
-) -> torch.Tensor:
-    """Causal attention by the flash kernel, without PyTorch's choice among kernels; CUDA, 16 bits, `D` up to 256.
-
-    Returns:
-        Fresh (dtype[B, H, T, D]), in memory as [B, T, H, D].
-    """
-    op = torch.ops.aten._scaled_dot_product_flash_attention
-    found: torch.Tensor = op(q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scale)[0]
-    return found
-
-
 def _over_storage(storage: Any, like: torch.Tensor) -> torch.Tensor:
     tensor = torch.empty(0, dtype=like.dtype, device=like.device)
     return tensor.set_(storage, like.storage_offset(), like.shape, like.stride())

@@ -330,7 +330,7 @@ def test_capped_attention_without_a_cache_is_what_a_loop_gives() -> None:
 def test_attention_of_few_and_of_many_tokens_is_right_on_a_gpu(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    """Against float64; a few tokens take another kernel than many."""
+    """Against float64."""
     spec = AttentionSpec(
         layer_index=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
     )

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .. import torch_private
 from .base import AttentionSpec
-
-# Up to here flash attention takes less of the host and of the device than what SDPA chooses (cuDNN's on an H200:
-# 10 us and 1.5 us more at 4 to 64 tokens, and less from 256 on; docs/lab-notes.md).
-_FEW_TOKENS = 64
 
 
 class CausalAttention:
@@ -19,16 +14,6 @@ class CausalAttention:
     So padding at the tail of a batch cannot reach real rows.
     """
 
-    def __init__(self) -> None:
-        self._has_flash = (
-            torch.cuda.is_available()
-            and torch.version.hip is None
-            and all(
-                torch.cuda.get_device_capability(index) >= (8, 0)
-                for index in range(torch.cuda.device_count())
-            )
-        )
-
     def run(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: AttentionSpec
     ) -> torch.Tensor:
@@ -36,9 +21,6 @@ class CausalAttention:
         q_1HTD, k_1KTD, v_1KTD = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_TKD, v_TKD))
         if layer.logit_soft_cap is not None:
             return _soft_capped(q_1HTD, k_1KTD, v_1KTD, layer).squeeze(0).transpose(0, 1).contiguous()
-        if layer.window is None and q_THD.shape[0] <= _FEW_TOKENS and self._takes_flash(q_THD):
-            out_1HTD = torch_private.flash_attention(q_1HTD, k_1KTD, v_1KTD, scale=layer.scale)
-            return out_1HTD.squeeze(0).transpose(0, 1).contiguous()
         mask_TT = None if layer.window is None else _mask(q_THD.shape[0], layer.window, q_THD.device)
         out_1HTD = F.scaled_dot_product_attention(
             q_1HTD,
@@ -50,15 +32,6 @@ class CausalAttention:
             enable_gqa=layer.num_kv_heads != layer.num_heads,
         )
         return out_1HTD.squeeze(0).transpose(0, 1).contiguous()
-
-    def _takes_flash(self, q_THD: torch.Tensor) -> bool:
-        return (
-            self._has_flash
-            and q_THD.is_cuda
-            and q_THD.dtype in (torch.bfloat16, torch.float16)
-            and q_THD.shape[-1] % 8 == 0
-            and q_THD.shape[-1] <= 256
-        )
 
 
 def _mask(num_tokens: int, window: int | None, device: torch.device) -> torch.Tensor:

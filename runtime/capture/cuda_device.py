@@ -33,10 +33,6 @@ from .cuda_workspaces import given_stream, take_stream
 from .device import GraphDevice, GraphPool, PoolMemory
 from .user_code import raising_user_line
 
-# Of one capture: graphs that are searched for memsets at first, and how many of the later ones.
-_GRAPHS_SCANNED_FIRST = 4
-_GRAPHS_PER_SCAN = 8
-
 CaptureErrorMode = Literal["global", "thread_local", "relaxed"]
 
 
@@ -85,8 +81,6 @@ class CudaPool(GraphPool):
         self.runtime = cuda_runtime.load()
         self._edits_graphs = device.edits_graphs and self.runtime is not None
         self._editor = load_editor() if self._edits_graphs else None
-        self._num_captured = 0  # Graphs of this capture, and memsets found in them.
-        self._num_memsets = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._outside: set[int] = set()
@@ -142,7 +136,6 @@ class CudaPool(GraphPool):
                 "A capture inside it is not possible; capture only once, outside or inside."
             )
         self._outside.clear()
-        self._num_captured = self._num_memsets = 0
         if self._editor is not None:
             zeros_on(self.device.torch_device)  # While nothing is being captured.
         with generators_in_use:
@@ -181,20 +174,9 @@ class CudaPool(GraphPool):
         return CudaGraph(self)
 
     def replace_memsets(self, graph: int) -> None:
-        """Makes a captured graph, given by its address, faster to launch.
-
-        To look for memsets takes a call of CUDA a node. The graphs of one capture are much alike, so after the
-        first few of them, most are not looked at unless there were some.
-        """
-        if self._editor is None:
-            return
-        self._num_captured += 1
-        if (
-            self._num_memsets
-            or self._num_captured <= _GRAPHS_SCANNED_FIRST
-            or self._num_captured % _GRAPHS_PER_SCAN == 0
-        ):
-            self._num_memsets += replace_memsets(self._editor, graph, zeros_on(self.device.torch_device))
+        """Makes a captured graph, given by its address, faster to launch."""
+        if self._editor is not None:
+            replace_memsets(self._editor, graph, zeros_on(self.device.torch_device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         index = self.device.torch_device.index
