@@ -1,7 +1,7 @@
 """Static input buffers: fixed addresses into which the inputs of every call are copied.
 
 One buffer per tensor leaf serves all capture sizes: a size uses its prefix, contiguous in that
-size's own shape. Rows past the real ones get the declared pad value at every call, so nothing of an
+size's own shape. Rows past the real ones hold the declared pad value at every call, so nothing of an
 earlier, larger batch is left (`sglang#10892`).
 """
 
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from .. import tree
+from .. import torch_private, tree
 from ..errors import CaptureError, ConfigError, InputMismatchError, nearest
 from .arguments import ArgumentBinder
 from .input_leaf import InputLeaf, check_leaf, check_pad_value, new_buffer, refuse_unusual
+
+# Sizes of calls whose targets are remembered.
+_MAX_TARGETS = 4096
 
 
 class StaticInputs:
@@ -73,6 +76,15 @@ class StaticInputs:
             )
         self._views: dict[int | None, list[Any]] = {}
         self.written: set[int] = set()
+        self._tensors = [index for index, leaf in enumerate(self.leaves) if leaf.buffer is not None]
+        # Rows of dimension 0 lie in one place whatever the size; those of another move with it.
+        self._are_rows_apart = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
+        self._targets_by_size: dict[tuple[int | None, int | None], list[torch.Tensor]] = {}
+        buffers = [self.leaves[index].buffer for index in self._dynamic]
+        self._padded_buffers = [buffer for buffer in buffers if buffer is not None]
+        # From this row on they hold their pad values, if they are of these versions.
+        self._num_dirty = 0
+        self._versions: list[int] = []
 
     def _refuse_unused(self, dynamic_dims: Mapping[str, int], pad_values: Mapping[str, Any]) -> None:
         """Raises for a dynamic dimension, or a pad value, of an argument without a dynamic dimension."""
@@ -241,20 +253,47 @@ class StaticInputs:
             real_size: Their size.
             padded_size: The capture size whose buffers they go to.
         """
-        for leaf, value, view in zip(self.leaves, values, self._leaf_views(padded_size), strict=True):
-            if leaf.buffer is None:
+        targets = self._targets(real_size, padded_size)
+        if not targets:
+            return
+        if [buffer._version for buffer in self._padded_buffers] != self._versions:
+            self._num_dirty = self._max_size or 0  # A marked function wrote to one.
+        sources = [values[index] for index in self._tensors]
+        if [one.data_ptr() for one in sources] != [one.data_ptr() for one in targets]:
+            torch_private.copy_each(targets, sources)
+        if real_size is not None and padded_size is not None:
+            if real_size < padded_size:
+                self._pad(real_size, padded_size)
+            self._num_dirty = max(self._num_dirty, real_size)
+            self._versions = [buffer._version for buffer in self._padded_buffers]
+
+    def _targets(self, real_size: int | None, padded_size: int | None) -> list[torch.Tensor]:
+        """Returns where the real rows of each tensor leaf go."""
+        key = real_size, padded_size if self._are_rows_apart else None
+        found = self._targets_by_size.get(key)
+        if found is None:
+            if len(self._targets_by_size) >= _MAX_TARGETS:
+                self._targets_by_size.clear()
+            found = [
+                _rows(self._leaf_view(self.leaves[index], padded_size), self.leaves[index], 0, real_size)
+                for index in self._tensors
+            ]
+            self._targets_by_size[key] = found
+        return found
+
+    def _pad(self, real_size: int, padded_size: int) -> None:
+        """Gives the rows past the real ones their pad value, those that have not got it from an earlier call."""
+        is_dirty = real_size < self._num_dirty
+        for index in self._dynamic:
+            leaf = self.leaves[index]
+            if leaf.dynamic_dim != 0 or index in self.written:
+                stop = padded_size
+            elif is_dirty:
+                stop = self._num_dirty  # All of them, so that the next call finds nothing to do.
+            else:
                 continue
-            if (
-                leaf.dynamic_dim is None
-                or real_size is None
-                or padded_size is None
-                or real_size == padded_size
-            ):
-                if value.data_ptr() != view.data_ptr():
-                    view.copy_(value)
-                continue
-            view.narrow(leaf.dynamic_dim, 0, real_size).copy_(value)
-            fill_tail(view.narrow(leaf.dynamic_dim, real_size, padded_size - real_size), leaf.pad_value)
+            fill_tail(_rows(self._leaf_view(leaf, stop), leaf, real_size, stop), leaf.pad_value)
+        self._num_dirty = min(self._num_dirty, real_size)
 
     def copy_back(
         self,
@@ -316,6 +355,13 @@ def _check_paths(option: str, given: Any, paths: Sequence[str], *, has_sizes: bo
         raise ConfigError(
             f"{option} needs capture_sizes: without them every shape is fixed and nothing is padded."
         )
+
+
+def _rows(view: torch.Tensor, leaf: InputLeaf, start: int, stop: int | None) -> torch.Tensor:
+    """Returns a part of a buffer along the leaf's dynamic dimension, if it has one; all of it to no stop."""
+    if leaf.dynamic_dim is None or stop is None:
+        return view
+    return view.narrow(leaf.dynamic_dim, start, stop - start)
 
 
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from contract.support import WAYS, assert_equal, assert_like_eager, ramp
+from sgl_piecewise.runtime.capture import static_inputs
 from sgl_piecewise.runtime.capture.captured import ALIASED_INPUTS
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.entry import capture
@@ -352,3 +353,79 @@ def test_pad_value_that_the_dtype_cannot_hold_is_refused(
     ids = ramp(graph_device, 4).to(dtype)
     with pytest.raises(ConfigError, match=r"pad_values\['x'\]"):
         capture(lambda x: x, (ids,), capture_sizes=[2, 4], pad_values={"x": pad}, device=graph_device)
+
+
+def test_rows_past_the_real_ones_hold_their_pad_value_in_any_order_of_sizes(
+    graph_device: GraphDevice,
+) -> None:
+    """Rows that hold it from an earlier call are left alone, so every order must be tried."""
+    x, y = torch.ones(16, 3), torch.ones(16, dtype=torch.int64)
+    captured = capture(
+        lambda x, y: (x.sum(), y.sum()),
+        tuple(t.to(graph_device.torch_device) for t in (x, y)),
+        capture_sizes=[2, 4, 8, 16],
+        pad_values={"x": 7.0, "y": -1},
+        device=graph_device,
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        size = int(torch.randint(1, 17, (), generator=generator))
+        padded = captured.padded_size(size)
+        assert padded is not None
+        x = torch.randn(size, 3, device=graph_device.torch_device).round()
+        y = torch.randint(-9, 9, (size,), device=graph_device.torch_device)
+        found = captured(x, y)
+        assert found[0] == x.sum() + 7.0 * 3 * (padded - size)
+        assert found[1] == y.sum() - (padded - size)
+
+
+def test_what_a_marked_function_writes_past_the_real_rows_is_gone_at_the_next_call(
+    graph_device: GraphDevice,
+) -> None:
+    is_writing = [False]
+
+    @eager_on_graph(fake=lambda x: None, capture_stub=lambda x: None)
+    def scribbles(x: torch.Tensor) -> None:
+        if is_writing[0]:
+            x[2:] = 100.0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        total = x.sum()
+        scribbles(x)
+        return total
+
+    x = torch.zeros(4, 2, device=graph_device.torch_device)
+    captured = capture(fn, (x,), capture_sizes=[2, 4], device=graph_device)
+    for written in (False, True, False, True, True, False):
+        is_writing[0] = written
+        assert captured(x[:3] + 1) == 6.0
+        assert captured(x[:1] + 1) == 2.0
+
+
+def test_padding_that_is_there_is_not_filled_again(
+    graph_device: GraphDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fills: list[int] = []
+    fill = static_inputs.fill_tail
+
+    def note(tail: torch.Tensor, pad_value: float) -> None:
+        fills.append(len(tail))
+        fill(tail, pad_value)
+
+    monkeypatch.setattr(static_inputs, "fill_tail", note)
+    x = torch.ones(8, 2, device=graph_device.torch_device)
+    captured = capture(lambda x: x.sum(), (x,), capture_sizes=[4, 8], device=graph_device)
+    for size, expected in (
+        (3, [5]),
+        (3, []),
+        (2, [1]),
+        (5, []),
+        (5, []),
+        (3, [2]),
+        (8, []),
+        (7, [1]),
+        (4, []),
+    ):
+        fills.clear()
+        assert captured(x[:size]) == 2 * size
+        assert fills == expected, size
