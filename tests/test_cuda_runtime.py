@@ -1,0 +1,59 @@
+"""What is asked of CUDA at a replay, and what is not asked twice; CUDA itself is stood in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_piecewise.runtime.capture.cuda_runtime import CudaRuntime, copy_setter
+from sgl_piecewise.runtime.errors import ReplayError
+
+
+def runtime_with(set_copy: Any) -> CudaRuntime:
+    def unused(*args: Any) -> int:
+        raise AssertionError("not part of setting a source")
+
+    return CudaRuntime(
+        launch=unused,
+        set_copy=set_copy,
+        capture_info=unused,
+        node_type=unused,
+        create_stream=unused,
+        error_name=lambda error: b"cudaErrorInvalidValue",
+    )
+
+
+def test_a_source_is_set_where_it_changed_and_kept_for_every_launch() -> None:
+    calls: list[tuple[int, ...]] = []
+    held: list[torch.Tensor] = []
+    target, one, other = torch.zeros(4), torch.ones(4), torch.ones(4)
+
+    def set_copy(*args: int) -> int:
+        calls.append(args)
+        return 0
+
+    set_source = copy_setter(runtime_with(set_copy), 11, 12, target, held)
+    for source, num_calls in ((one, 1), (one, 1), (other, 2), (one, 3), (one, 3)):
+        set_source(source)
+        assert len(calls) == num_calls
+        assert held.pop() is source
+        assert calls[-1] == (11, 12, target.data_ptr(), source.data_ptr(), 16, 3)
+
+
+def test_a_source_that_was_refused_is_set_again() -> None:
+    errors = iter((1, 0))
+    calls: list[int] = []
+
+    def set_copy(*args: int) -> int:
+        calls.append(args[3])
+        return next(errors)
+
+    source = torch.ones(4)
+    set_source = copy_setter(runtime_with(set_copy), 11, 12, torch.zeros(4), [])
+    with pytest.raises(ReplayError, match="cudaErrorInvalidValue"):
+        set_source(source)
+    set_source(source)
+    set_source(source)
+    assert calls == [source.data_ptr()] * 2
