@@ -59,9 +59,10 @@ def _cover(
     device: GraphDevice, num_programs: int, seed: int | None, reports: Reports, *, is_complete: bool
 ) -> None:
     """Checks programs; a complete run goes on while a fact is not covered, and fails when one stays so."""
-    # Calls over the largest size warn, as they should.
-    logging.getLogger("sgl_piecewise").setLevel(logging.ERROR)
     coverage = Coverage()
+    logger = logging.getLogger("sgl_piecewise")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # Calls over the largest size warn, as they should.
     try:
         _run(device, num_programs, seed, coverage)
         for more in range(MAX_MORE if is_complete else 0):
@@ -69,6 +70,7 @@ def _cover(
                 break
             _run(device, NUM_PROGRAMS_MORE, (seed or 0) + 1 + more, coverage)
     finally:
+        logger.setLevel(level)
         reports.append((device.name if seed is None else f"{device.name}, seed {seed}", coverage.table()))
     assert coverage.num_programs >= num_programs
     assert not (is_complete and coverage.missing(device)), coverage.table()
