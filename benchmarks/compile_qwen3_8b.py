@@ -7,11 +7,11 @@
 Each step is a process of its own, with the model's shape filled with random bf16 weights and the forward
 ``Decoder.hidden_states`` (no output layer), SDPA attention as the break, graph-owned outputs:
 
-- ``cold``: Inductor's cache folder is new. Builds ``breakable``, then ``tc_piecewise``. Imports, first
-  kernels and the first capture of the process are done before and shown apart. Afterwards the memory estimate
-  stands beside the pools of ``fx_piecewise`` and ``tc_piecewise``: all sizes, and the largest alone.
-- ``warm``: the same with the folder that ``cold`` left.
-- ``replay``: another new folder. Builds ``torch.compile(mode="reduce-overhead")`` of the plain model (attention
+- ``cold``: Inductor's, Triton's and our cache folders are new. Builds ``breakable``, then ``tc_piecewise``.
+  Imports, first kernels and the first capture of the process are done before and shown apart. Afterwards the
+  memory estimate stands beside the pools of ``fx_piecewise`` and ``tc_piecewise``: all sizes, and the largest alone.
+- ``warm``: the same with the folders that ``cold`` left.
+- ``replay``: other new folders. Builds ``torch.compile(mode="reduce-overhead")`` of the plain model (attention
   inside its graphs) for five sizes, then the other arms; checks values; times all arms in turns.
 
 Without a GPU everything runs on the emulated device, whose times say nothing: a dry run is
@@ -378,7 +378,7 @@ def run_step(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_children(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs each step in a fresh process with the Inductor cache that it asks for."""
+    """Runs each step in a fresh process with the caches that it asks for."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for step in arguments.steps.split(","):
@@ -389,6 +389,7 @@ def run_children(arguments: argparse.Namespace) -> dict[str, Any]:
             environment = os.environ | {
                 "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
                 "TRITON_CACHE_DIR": str(cache / "triton"),
+                "SGL_PIECEWISE_CACHE": str(cache / "pieces"),
             }
             if arguments.compile_threads is not None:
                 environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(arguments.compile_threads)

@@ -20,6 +20,10 @@ _BOOKKEEPING = (
 )
 # What bookkeeping calls. Whose it is shows further out; torch.nn is the user's forward.
 _HELPERS = ("torch", "contextlib", "functools", "threading", "ctypes", "signal", "enum")
+_OWN_HELPERS = tuple(
+    f"{__package__}.{name}" for name in ("build_profile", "object_state", "records", "time_line", "tree")
+)
+_PRIVATE = f"{__package__}.torch_private"
 _USER_HELPERS = ("torch.nn",)
 
 
@@ -75,7 +79,8 @@ def _is_bookkeeping(frame: FrameType | None) -> bool:
         module = frame.f_globals.get("__name__", "")
         if _is_of(module, _BOOKKEEPING):
             return True
-        if not _is_of(module, _HELPERS) or _is_of(module, _USER_HELPERS):
+        is_helper = _is_of(module, (*_HELPERS, *_OWN_HELPERS)) or module.startswith(_PRIVATE)
+        if not is_helper or _is_of(module, _USER_HELPERS):
             return False
         frame = frame.f_back
     return False

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 from contract.support import assert_equal, ramp, record, untouched
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.entry import capture
-from sgl_piecewise.runtime.interrupts import HeldInterrupts
+from sgl_piecewise.runtime.interrupts import HeldInterrupts, _is_bookkeeping
 from sgl_piecewise.runtime.mark import break_graph, eager_on_graph
 
 
@@ -158,3 +158,16 @@ def test_ignored_interrupts_stay_ignored_and_threads_are_left_alone(graph_device
     thread.start()
     thread.join()
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("helper", ["torch_private", "torch_private_settings", "tree", "time_line"])
+@pytest.mark.parametrize(
+    ("caller", "is_held"), [("sgl_piecewise.runtime.capture.entry", True), ("users_model", False)]
+)
+def test_whose_interrupt_it_is_shows_further_out_than_helpers(
+    helper: str, caller: str, is_held: bool
+) -> None:
+    """A routing of allocations stayed open: the call that begins it is no bookkeeping by its module's name."""
+    outer: Any = SimpleNamespace(f_globals={"__name__": caller}, f_back=None)
+    inner: Any = SimpleNamespace(f_globals={"__name__": f"sgl_piecewise.runtime.{helper}"}, f_back=outer)
+    assert _is_bookkeeping(inner) is is_held
