@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -89,6 +90,21 @@ def test_small_blocks_never_lie_in_large_segments() -> None:
     assert pool.segment_bytes == (16 * MIB, 2 * MIB)
 
 
+def test_of_free_blocks_of_one_size_the_newest_segment_serves() -> None:
+    """It lies lowest: what is cut from it leaves the older ones whole."""
+    pool = cuda_pool()
+    blocks = [pool.allocate(16 * MIB) for _ in range(3)]
+    for block in blocks:
+        pool.free(block)
+    parts = [pool.allocate(9 * MIB), pool.allocate(5 * MIB)]  # Both from the newest.
+    whole = [pool.allocate(16 * MIB), pool.allocate(16 * MIB)]
+    assert pool.reserved_bytes == 48 * MIB
+    pool.free(whole[0])
+    pool.free(parts[0])
+    pool.allocate(16 * MIB)
+    assert pool.reserved_bytes == 48 * MIB
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_emulated_pool_reserves_what_its_model_says(seed: int) -> None:
     device = EmulatedDevice()
@@ -107,10 +123,21 @@ def test_the_emulated_pool_reserves_what_its_model_says(seed: int) -> None:
         assert model.reserved_bytes == pool.memory().reserved_bytes
 
 
+def any_size(numbers: random.Random) -> int:
+    """Draws from all classes."""
+    return int(2 ** numbers.uniform(4, 25))
+
+
+def one_of_few(numbers: random.Random) -> int:
+    """Draws so that free blocks are often of one size, and where they lie decides."""
+    return numbers.choice([1, 7, 8, 14, 16, 24, 28, 32, 48]) * MIB
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("draw", [any_size, one_of_few])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_cuda_pool_reserves_what_its_model_says(seed: int) -> None:
-    """Random allocations of all classes, freed in any order, in a real pool."""
+def test_the_cuda_pool_reserves_what_its_model_says(seed: int, draw: Callable[[random.Random], int]) -> None:
+    """Random allocations, freed in any order, in a real pool."""
     device = CudaDevice()
     pool, model = device.new_pool(), device.new_pool_model()
     numbers = random.Random(seed)
@@ -122,7 +149,7 @@ def test_the_cuda_pool_reserves_what_its_model_says(seed: int) -> None:
                 del tensor
                 model.free(block)
             else:
-                num_bytes = int(2 ** numbers.uniform(4, 25))
+                num_bytes = draw(numbers)
                 live.append((pool.allocate(num_bytes), model.allocate(num_bytes)))
         assert model.reserved_bytes == pool.memory().reserved_bytes
         live.clear()
