@@ -57,3 +57,22 @@ def test_a_source_that_was_refused_is_set_again() -> None:
     set_source(source)
     set_source(source)
     assert calls == [source.data_ptr()] * 2
+
+
+def test_a_source_is_set_again_after_an_interrupt_as_it_was_set() -> None:
+    """The call may have been through; which source the node has is then unknown."""
+    calls: list[int] = []
+
+    def set_copy(*args: int) -> int:
+        calls.append(args[3])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return 0
+
+    one, other = torch.ones(4), torch.ones(4)
+    set_source = copy_setter(runtime_with(set_copy), 11, 12, torch.zeros(4), [])
+    set_source(one)
+    with pytest.raises(KeyboardInterrupt):
+        set_source(other)
+    set_source(one)
+    assert calls == [one.data_ptr(), other.data_ptr(), one.data_ptr()]

@@ -1,8 +1,9 @@
 """Copies of a call's inputs and outputs as part of its graphs, whose ends a replay sets before the launch.
 
 To set both ends of a copy costs the host less than to launch one. One invariant: what is in the graphs is done at every
-launch, so a copy has ends that are good for the launch: set for it, or its own. This module must not know what a call
-is otherwise.
+launch, so a copy has ends that are good for the launch: set for it, or its own. Whoever remembers an end forgets it
+before setting another: an exception that comes out of the call that sets it (Ctrl-C) leaves it unknown which one
+holds. This module must not know what a call is otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
-from .device import DEVICE_TO_DEVICE, EndsSetter
+from .device import DEVICE_TO_DEVICE, EndsSetter, SettableCopy
 from .extents import bytes_of
 from .session import CaptureSession
 
@@ -21,15 +22,23 @@ from .session import CaptureSession
 class CopiesIn:
     """Copies of inputs at the start of a call's first graph.
 
+    Make it before the session: what `record` records the copies with must not lie in the pool, where an input may lie
+    that is an earlier output come back.
+
     Args:
-        session: Open, nothing captured yet.
         buffers: Place and buffer of each input.
     """
 
-    def __init__(self, session: CaptureSession, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def __init__(self, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._buffers = [(place, buffer.data_ptr(), buffer.nbytes) for place, buffer in buffers]
         targets = [_bytes(buffer) for _, buffer in buffers]
-        self._copies = [session.record_copy(target, torch.empty_like(target)) for target in targets]
+        self._ends = [(target, torch.empty_like(target)) for target in targets]
+        self._copies: list[SettableCopy] = []
+
+    def record(self, session: CaptureSession) -> None:
+        """Records the copies; nothing was captured in the session yet."""
+        self._copies = [session.record_copy(*ends) for ends in self._ends]
+        self._ends.clear()
 
     def setter(self) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
         """Returns what makes the next launch copy a call's inputs, once the recording is done.
@@ -55,6 +64,7 @@ class CopiesIn:
                 held.append(value)
                 source = value.data_ptr()
                 if source != sources[index]:  # Inputs often lie where they lay before.
+                    sources[index] = 0
                     if set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
                         raise refused()
                     sources[index] = source

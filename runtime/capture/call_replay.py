@@ -132,10 +132,12 @@ def _replay_of(
                 output = empty_like(recording.outputs[0])
                 source, target = value.data_ptr(), output.data_ptr()
                 if source != last_source:  # Tensors often lie where others lay in the call before.
+                    last_source = 0
                     if set_in(buffer, source, in_bytes, DEVICE_TO_DEVICE):
                         raise refused()
                     last_source = source
                 if target != last_target:
+                    last_target = 0
                     if set_out(target, recorded, out_bytes, DEVICE_TO_DEVICE):
                         raise refused()
                     last_target = target
@@ -169,6 +171,7 @@ def _replay_of(
                 for index, (source, num_bytes, set_ends) in enumerate(plan_out):
                     target = copies[index].data_ptr()
                     if target != last_targets[index]:
+                        last_targets[index] = 0
                         if set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
                             raise refused()
                         last_targets[index] = target

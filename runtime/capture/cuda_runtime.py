@@ -160,6 +160,7 @@ def copy_setter(
         # Results of a break mostly lie where those of the last replay lay. A graph whose node was set anew takes
         # longer to launch, beside what setting it takes.
         if now != last_source:
+            last_source = 0  # Unknown, should an interrupt come out of the call.
             error = set_copy(executable, node, address, now, num_bytes, DEVICE_TO_DEVICE)
             if error:
                 check(error, "set the source of a boundary copy")

@@ -53,8 +53,8 @@ class DeviceGraph(abc.ABC):
         Only where the pool ``edits_graphs``.
 
         Args:
-            target: Dense, in the pool; may die afterwards if replay sets both ends.
-            source: Of the same shape and type, in the pool; may die afterwards.
+            target: Dense, in the pool likewise; may die afterwards if replay sets both ends.
+            source: Of the same shape and type, in the pool unless replay sets both ends; may die afterwards.
 
         Returns:
             What sets them, from the end of the graph on.

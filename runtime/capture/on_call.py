@@ -333,10 +333,12 @@ class OnCallCapture:
             is_borrowed=self._is_borrowed,
             restores_objects=True,
         )
+        copies_in = copies_out = None
+        if pool.edits_graphs and inputs.plain_copies is not None:
+            copies_in = CopiesIn(inputs.plain_copies)
         with session:
-            copies_in = copies_out = None
-            if pool.edits_graphs and inputs.plain_copies is not None:
-                copies_in = CopiesIn(session, inputs.plain_copies)
+            if copies_in is not None:
+                copies_in.record(session)
             outputs = list(self._forward(*inputs.views))
             inputs.refuse_reshaped()
             plan = FlatOutputs(

@@ -121,7 +121,8 @@ class CaptureSession:
         Nothing may be launched while capturing, and the pool must edit graphs.
 
         Args:
-            target: Dense; may die afterwards if every launch sets both ends, as may ``source``.
+            target: Dense; may die afterwards if every launch sets both ends, as may ``source``. Then neither need
+                lie in the pool.
             source: Of the same shape and type.
         """
         assert self._graph is not None, "between segments"

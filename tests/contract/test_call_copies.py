@@ -36,8 +36,9 @@ class Captured:
         device = pool.device.torch_device
         self.buffers = [torch.zeros(shape, device=device) for _ in range(2)]
         session = CaptureSession(pool, launch_segments=False)
+        self.copies_in = CopiesIn(list(enumerate(self.buffers)))
         with session:
-            self.copies_in = CopiesIn(session, list(enumerate(self.buffers)))
+            self.copies_in.record(session)
             outputs = fn(*self.buffers)
             session.set_outputs(outputs)
             self.copies_out = CopiesOut(session, outputs)

@@ -27,7 +27,7 @@ class EmulatedCopy(SettableCopy):
     """A copy of bytes, as a memcpy node is: of lazy conjugation and strides it knows nothing."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # Both lie in the arena, which the graph keeps mapped.
+        # Both lie in the arena, which the graph keeps mapped, or both are set before a launch.
         self._ends: tuple[int, int, int] | None = (target.data_ptr(), source.data_ptr(), target.nbytes)
         self._target, self._num_bytes = target.data_ptr(), target.nbytes
         self._source: torch.Tensor | None = None

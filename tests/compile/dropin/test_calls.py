@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
 import threading
 import weakref
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from sgl_piecewise import eager_on_graph
+from sgl_piecewise.runtime.capture.emulated.graph import EmulatedCopy
 from sgl_piecewise.runtime.capture.flat_inputs import FlatInputs
 
 from .support import assert_like_eager, assert_same, drop_in, tensors, total, without_graph
@@ -241,6 +243,63 @@ def test_view_of_graph_memory_outlives_its_model() -> None:
     torch.compiler.reset()
     gc.collect()
     assert_same(output, expected)
+
+
+@pytest.mark.parametrize("capture", ["full", "breakable"])
+def test_views_of_graph_memory_come_back_as_inputs(capture: str) -> None:
+    """Each input is read before anything is left where it lies, the copies of other inputs included."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return y + 1, x - y
+
+    compiled = drop_in(fn, outputs="view", capture=capture)
+    x, y = expected = tensors((3, 4), (3, 4))
+    with torch.no_grad():
+        for _ in range(8):
+            (x, y), expected = compiled(x, y), fn(*expected)
+            assert_same(x, expected[0])
+            assert_same(y, expected[1])
+    assert total("num_replays") == 6
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+@pytest.mark.parametrize("end", ["source", "target"])
+def test_interrupt_while_an_end_is_set_leaves_no_wrong_end(
+    monkeypatch: pytest.MonkeyPatch, num_inputs: int, end: str
+) -> None:
+    """Python raises it as the call returns that set the end, before anything can be noted of it."""
+    interrupts_at, results = 0, list[torch.Tensor]()
+    set_ends, empty_like = EmulatedCopy._set_ends, torch.empty_like
+
+    def interrupted(copy: EmulatedCopy, target: int, source: int, *rest: int) -> int:
+        error = set_ends(copy, target, source, *rest)
+        if interrupts_at in (target, source):
+            signal.raise_signal(signal.SIGINT)
+        return error
+
+    def result_like(tensor: torch.Tensor) -> torch.Tensor:
+        return results[0] if results else empty_like(tensor)
+
+    def fn(*inputs: torch.Tensor) -> Any:
+        return sum(inputs) * 2
+
+    monkeypatch.setattr(EmulatedCopy, "_set_ends", interrupted)
+    compiled = drop_in(fn)
+    old, new, other = tensors((3, 4), (3, 4), (3, 4))
+    rest = [other][: num_inputs - 1]
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", result_like)
+        for _ in range(3):
+            compiled(old, *rest)
+        result, later = torch.empty(3, 4), torch.empty(3, 4)
+        results[:] = [result]
+        compiled(old, *rest)
+        results[:] = [later]
+        interrupts_at = new.data_ptr() if end == "source" else later.data_ptr()
+        with pytest.raises(KeyboardInterrupt):
+            compiled(new, *rest)
+        results[:], interrupts_at = [result.zero_()], 0
+        assert_same(compiled(old, *rest), fn(old, *rest))
 
 
 def test_empty_outputs_are_views_and_results_like_others() -> None:
