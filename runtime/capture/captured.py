@@ -241,6 +241,7 @@ class CapturedCallable:
                     self._learn_from_one_more_size()
             with clock.phase("wait_for_device"):
                 device.synchronize()
+                self._inputs.settle_written()
         except BaseException:
             self.reset()
             raise
@@ -320,12 +321,11 @@ class CapturedCallable:
             self.pool.order_after_last_use()
             with self.pool.on_capture_stream():
                 for _ in range(num_warm_ups):
-                    before = self._inputs.versions()
-                    # As while capturing: Dynamo would compile again for another autocast state.
-                    with use_capture(observer), without_autocast_cache():
-                        outputs = self._fn(*args, **kwargs)
-                    self._inputs.refuse_reshaped(size)
-                    self._inputs.note_written(before)
+                    with self._inputs.writes_noted(size):
+                        # As while capturing: Dynamo would compile again for another autocast state.
+                        with use_capture(observer), without_autocast_cache():
+                            outputs = self._fn(*args, **kwargs)
+                        self._inputs.refuse_reshaped(size)
                     refuse_history(outputs, "an output of the captured function")
                     if size is not None:
                         self._cut.learn(size, outputs)

@@ -7,7 +7,8 @@ earlier, larger batch is left (`sglang#10892`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +77,11 @@ class StaticInputs:
             )
         self._views: dict[int | None, list[Any]] = {}
         self.written: set[int] = set()
-        self._tensors = [index for index, leaf in enumerate(self.leaves) if leaf.buffer is not None]
+        self._buffers = [
+            (index, leaf.buffer) for index, leaf in enumerate(self.leaves) if leaf.buffer is not None
+        ]
+        self._tensors = [index for index, _ in self._buffers]
+        self._changed: list[tuple[int, torch.Tensor]] = []
         # Rows of dimension 0 lie in one place whatever the size; those of another move with it.
         self._are_rows_apart = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
         self._targets_by_size: dict[tuple[int | None, int | None], list[torch.Tensor]] = {}
@@ -317,15 +322,31 @@ class StaticInputs:
                 view = view.narrow(leaf.dynamic_dim, 0, real_size)
             values[index].copy_(view)
 
-    def versions(self) -> list[int]:
-        """Returns the version counter of every buffer, to tell which a forward writes to."""
-        return [0 if leaf.buffer is None else leaf.buffer._version for leaf in self.leaves]
+    @contextlib.contextmanager
+    def writes_noted(self, size: int | None) -> Iterator[None]:
+        """Notes which buffers a forward on `views` writes to.
 
-    def note_written(self, before: list[int]) -> None:
-        """Remembers the buffers whose version changed since ``before``."""
-        for index, (old, new) in enumerate(zip(before, self.versions(), strict=True)):
-            if old != new:
+        A write through ``.data``, NumPy or a kernel of another library raises no version. So values are compared as
+        well, without waiting for the device: ask `settle_written` for what came out.
+
+        Args:
+            size: That of the views.
+        """
+        before = [
+            (index, buffer._version, _bytes_of(buffer, self._leaf_view(self.leaves[index], size)).clone())
+            for index, buffer in self._buffers
+        ]
+        yield
+        for (index, version, held), (_, buffer) in zip(before, self._buffers, strict=True):
+            if buffer._version != version:
                 self.written.add(index)
+            elif held.numel():
+                self._changed.append((index, (_bytes_of(buffer, held) != held).any()))
+
+    def settle_written(self) -> None:
+        """Waits for the comparisons of `writes_noted`."""
+        self.written.update(index for index, is_changed in self._changed if is_changed)
+        self._changed.clear()
 
     def share_memory(self, values: Sequence[Any]) -> bool:
         """Whether two tensor inputs of a call lie in one storage (separate buffers would part them)."""
@@ -362,6 +383,11 @@ def _rows(view: torch.Tensor, leaf: InputLeaf, start: int, stop: int | None) -> 
     if leaf.dynamic_dim is None or stop is None:
         return view
     return view.narrow(leaf.dynamic_dim, start, stop - start)
+
+
+def _bytes_of(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of as much of a flat buffer as a part from its beginning covers."""
+    return buffer.view(torch.uint8)[: part.nbytes]
 
 
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:

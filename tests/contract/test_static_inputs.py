@@ -429,3 +429,33 @@ def test_padding_that_is_there_is_not_filled_again(
         fills.clear()
         assert captured(x[:size]) == 2 * size
         assert fills == expected, size
+
+
+@pytest.mark.parametrize("place", ["captured", "marked"])
+def test_writes_that_raise_no_version_are_written_back_and_padded_over(
+    graph_device: GraphDevice, place: str
+) -> None:
+    """As a kernel of another library writes: nothing tells PyTorch of it."""
+
+    def scribbles(x: torch.Tensor) -> None:
+        x.data.add_(100)
+
+    marked = eager_on_graph(fake=lambda x: None, capture_stub=lambda x: None)(scribbles)
+
+    def fn(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        total = x.sum() + bias.sum()
+        (scribbles if place == "captured" else marked)(x)
+        return total
+
+    x, bias = (
+        torch.zeros(8, 2, device=graph_device.torch_device),
+        torch.ones(3, device=graph_device.torch_device),
+    )
+    captured = capture(fn, (x, bias), capture_sizes=[4, 8], device=graph_device)
+    for size in (8, 3, 3, 2, 5, 3):
+        x = torch.randn(size, 2, device=graph_device.torch_device).round()
+        expected = x + 100
+        assert captured(x.clone(), bias) == x.sum() + 3
+        captured(x, bias)
+        assert torch.equal(x, expected)
+    assert torch.equal(bias, torch.ones_like(bias))
