@@ -345,6 +345,8 @@ class CapturedCallable:
         with session:
             outputs = self._fn(*args, **kwargs)
             session.set_outputs(outputs)
+            if not self._copy_outputs:
+                self._inputs.note_views(outputs)
             del outputs
         assert session.recording is not None
         return session.recording

@@ -136,9 +136,11 @@ class CudaPool(GraphPool):
                 "A capture inside it is not possible; capture only once, outside or inside."
             )
         self._outside.clear()
-        if self._editor is not None:
-            zeros_on(self.device.torch_device)  # While nothing is being captured.
         with generators_in_use:
+            if self._editor is not None:
+                zeros_on(
+                    self.device.torch_device
+                )  # While nothing is being captured, by other threads either.
             self._hold_memory()
             self._is_scope_open = True
             try:

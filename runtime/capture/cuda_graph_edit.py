@@ -130,6 +130,7 @@ class CudaGraphEditor(GraphEditor):
         self._dependents = _typed(driver.cuGraphNodeGetDependentNodes, pointer, pointer, out)
         self._connect = _typed(driver.cuGraphAddDependencies, pointer, pointer, pointer, size)
         self._remove = _typed(driver.cuGraphDestroyNode, pointer)
+        self._forget_error = _typed(runtime.cudaGetLastError)
         self._add_copy = _typed(
             runtime.cudaGraphAddMemcpyNode1D,
             out,
@@ -178,7 +179,10 @@ class CudaGraphEditor(GraphEditor):
             num_bytes,
             DEVICE_TO_DEVICE,
         )
-        return None if error else node.value
+        if error:
+            self._forget_error()  # PyTorch would take it for that of its next kernel.
+            return None
+        return node.value
 
     def connect(self, graph: int, node: int, dependents: Sequence[int]) -> bool:
         return not self._connect(graph, _array([node] * len(dependents)), _array(dependents), len(dependents))

@@ -82,6 +82,8 @@ class StaticInputs:
         ]
         self._tensors = [index for index, _ in self._buffers]
         self._changed: list[tuple[int, torch.Tensor]] = []
+        self._storages = {buffer.untyped_storage().data_ptr() for _, buffer in self._buffers} - {0}
+        self._may_come_back = False
         # Rows of dimension 0 lie in one place whatever the size; those of another move with it.
         self._are_rows_apart = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
         self._targets_by_size: dict[tuple[int | None, int | None], list[torch.Tensor]] = {}
@@ -264,6 +266,8 @@ class StaticInputs:
         if [buffer._version for buffer in self._padded_buffers] != self._versions:
             self._num_dirty = self._max_size or 0  # A marked function wrote to one.
         sources = [values[index] for index in self._tensors]
+        if self._may_come_back:
+            sources = [self._apart(*pair) for pair in zip(sources, targets, strict=True)]
         if [one.data_ptr() for one in sources] != [one.data_ptr() for one in targets]:
             torch_private.copy_each(targets, sources)
         if real_size is not None and padded_size is not None:
@@ -271,6 +275,19 @@ class StaticInputs:
                 self._pad(real_size, padded_size)
             self._num_dirty = max(self._num_dirty, real_size)
             self._versions = [buffer._version for buffer in self._padded_buffers]
+
+    def _apart(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Returns a source that no copy overwrites: a copy of one that lies in a buffer other than as its target."""
+        if source.untyped_storage().data_ptr() not in self._storages:
+            return source
+        is_target = source.data_ptr() == target.data_ptr() and source.stride() == target.stride()
+        return source if is_target else source.clone()
+
+    def note_views(self, outputs: Any) -> None:
+        """Takes note of what calls get without a copy: some of it may lie in a buffer, and come back as an input."""
+        for leaf in tree.flatten(outputs)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self._may_come_back |= leaf.untyped_storage().data_ptr() in self._storages
 
     def _targets(self, real_size: int | None, padded_size: int | None) -> list[torch.Tensor]:
         """Returns where the real rows of each tensor leaf go."""

@@ -459,3 +459,32 @@ def test_writes_that_raise_no_version_are_written_back_and_padded_over(
         captured(x, bias)
         assert torch.equal(x, expected)
     assert torch.equal(bias, torch.ones_like(bias))
+
+
+def test_views_of_inputs_come_back_as_other_inputs(graph_device: GraphDevice) -> None:
+    """They lie in the buffers that the next call's inputs go to."""
+    captured = capture(
+        lambda x, y: (x, y, x - y),
+        tuple(torch.zeros(2, 4, 4, device=graph_device.torch_device)),
+        outputs="view",
+        device=graph_device,
+    )
+    x, y = torch.randn(2, 4, 4, device=graph_device.torch_device)
+    first, second, _ = captured(x, y)
+    first, second, difference = captured(second, first)
+    assert torch.equal(difference, y - x)
+    first, second, difference = captured(first.t(), second.t())
+    assert torch.equal(difference, (y - x).t())
+    first, second, difference = captured(second, second)
+    assert not difference.any()
+    assert torch.equal(captured(first, second)[0], x.t())
+
+
+def test_rows_of_an_input_view_come_back_moved(graph_device: GraphDevice) -> None:
+    x = torch.randn(8, 3, device=graph_device.torch_device)
+    captured = capture(lambda x: (x, x * 2), (x,), outputs="view", capture_sizes=[4, 8], device=graph_device)
+    for start in (1, 2, 3):
+        x, (view, _) = x[1:], captured(x)
+        found, doubled = captured(view[1:])
+        assert torch.equal(found, x), start
+        assert torch.equal(doubled, x * 2), start
