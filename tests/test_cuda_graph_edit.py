@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from sgl_piecewise.runtime.capture import cuda_runtime
 from sgl_piecewise.runtime.capture.cuda_graph_edit import (
     MAX_ZEROED_BYTES,
+    CudaGraphEditor,
     Memset,
     load_editor,
     replace_memsets,
@@ -100,6 +102,28 @@ def test_a_memset_that_cannot_be_removed_writes_the_same_zeros_again() -> None:
     graph = Graph("kernel", memset(), "kernel", refused=["remove"])
     assert replace_memsets(graph, 7, ZEROS) == 0
     assert {(0, 1), (1, 2), (0, 3), (3, 2)} == graph.edges
+
+
+def test_an_error_that_is_of_no_consequence_is_forgotten() -> None:
+    """The runtime keeps it, and PyTorch would raise it after its next kernel."""
+
+    class Functions:
+        """A library all of whose functions refuse."""
+
+        def __init__(self) -> None:
+            self.called: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            def function(*args: object) -> int:
+                self.called.append(name)
+                return 1
+
+            return function
+
+    runtime = Functions()
+    editor = CudaGraphEditor(runtime, Functions())
+    assert editor.add_copy(7, [], 1000, ZEROS.data_ptr(), 4) is None
+    assert runtime.called == ["cudaGraphAddMemcpyNode1D", "cudaGetLastError"]
 
 
 @pytest.mark.gpu

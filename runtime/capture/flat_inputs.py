@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .. import torch_private
 from ..errors import CaptureError
 from .call_padding import CallPadding, Form
+from .copiers import copier_for
 from .extents import address_of, is_plain_memory, overlaps_itself, span_bytes
 from .static_inputs import fill_tail
 
@@ -150,6 +150,7 @@ class FlatInputs:
                 self.aliases.setdefault(storage, index)
         self._forms = {index: _form(self.views[index]) for index in facts.copied}
         self._targets = [_dense(self.views[index]) for index in facts.copied]
+        self._copy_each = copier_for(self._targets)
         self._pick = _picker(facts.copied)
         self._is_dense = [
             one is self.views[index] for one, index in zip(self._targets, facts.copied, strict=True)
@@ -172,10 +173,11 @@ class FlatInputs:
     def _copier(self) -> Callable[[Sequence[Any]], None]:
         """Returns what copies a call's inputs into the buffers."""
         targets, pick, is_dense = self._targets, self._pick, self._is_dense
+        copy_each = self._copy_each
         if not targets:
             return lambda args: None
         if not all(is_dense):
-            return lambda args: torch_private.copy_each(targets, [_dense(value) for value in pick(args)])
+            return lambda args: copy_each(targets, [_dense(value) for value in pick(args)])
         if len(targets) == 1:
             target, index = targets[0], self._copied[0]
 
@@ -183,7 +185,7 @@ class FlatInputs:
                 target.copy_(args[index])
 
             return copy_one
-        copy_each, chosen = torch_private.copy_each, operator.itemgetter(*self._copied)
+        chosen = operator.itemgetter(*self._copied)
         return lambda args: copy_each(targets, chosen(args))
 
     def _padding_copier(
@@ -261,7 +263,7 @@ class FlatInputs:
         if pairs:
             # Inference mode may write inference tensors and others.
             with torch.inference_mode():
-                torch_private.copy_each([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+                self._copy_each([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:

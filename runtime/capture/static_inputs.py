@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from .. import torch_private, tree
+from .. import tree
 from ..errors import CaptureError, ConfigError, InputMismatchError, nearest
 from .arguments import ArgumentBinder
+from .copiers import copier_for
 from .input_leaf import InputLeaf, check_leaf, check_pad_value, new_buffer, refuse_unusual
 
 # Sizes of calls whose targets are remembered.
@@ -84,6 +85,7 @@ class StaticInputs:
         self._changed: list[tuple[int, torch.Tensor]] = []
         self._storages = {buffer.untyped_storage().data_ptr() for _, buffer in self._buffers} - {0}
         self._may_come_back = False
+        self._copy_each = copier_for(buffer for _, buffer in self._buffers)
         # Rows of dimension 0 lie in one place whatever the size; those of another move with it.
         self._are_rows_apart = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
         self._targets_by_size: dict[tuple[int | None, int | None], list[torch.Tensor]] = {}
@@ -269,7 +271,7 @@ class StaticInputs:
         if self._may_come_back:
             sources = [self._apart(*pair) for pair in zip(sources, targets, strict=True)]
         if [one.data_ptr() for one in sources] != [one.data_ptr() for one in targets]:
-            torch_private.copy_each(targets, sources)
+            self._copy_each(targets, sources)
         if real_size is not None and padded_size is not None:
             if real_size < padded_size:
                 self._pad(real_size, padded_size)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from contract.support import WAYS, assert_equal, assert_like_eager, ramp
-from sgl_piecewise.runtime.capture import static_inputs
+from sgl_piecewise.runtime import torch_private
+from sgl_piecewise.runtime.capture import copiers, static_inputs
 from sgl_piecewise.runtime.capture.captured import ALIASED_INPUTS
 from sgl_piecewise.runtime.capture.device import GraphDevice
 from sgl_piecewise.runtime.capture.entry import capture
@@ -488,3 +489,29 @@ def test_rows_of_an_input_view_come_back_moved(graph_device: GraphDevice) -> Non
         found, doubled = captured(view[1:])
         assert torch.equal(found, x), start
         assert torch.equal(doubled, x * 2), start
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.int16]
+)
+def test_inputs_of_every_type_are_copied(graph_device: GraphDevice, dtype: torch.dtype) -> None:
+    """CUDA's copy of a list has no kernel for some of them."""
+    captured = capture(
+        lambda x, y: (x.clone(), y.clone()),
+        tuple(ramp(graph_device, 4).to(dtype) for _ in range(2)),
+        device=graph_device,
+    )
+    x, y = (ramp(graph_device, 4, start=start).to(dtype) for start in (2.0, 5.0))
+    for found, expected in zip(captured(x, y), (x, y), strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_types_without_a_kernel_for_lists_are_copied_one_by_one() -> None:
+    plain, unsigned = torch.ones(3), torch.ones(3, dtype=torch.uint16)
+    assert copiers.copier_for([plain, plain.bool()]) is torch_private.copy_each
+    copy_each = copiers.copier_for([plain, unsigned])
+    assert copy_each is not torch_private.copy_each
+    targets = [torch.zeros(3), torch.zeros(3, dtype=torch.uint16)]
+    copy_each(targets, [plain, unsigned])
+    assert torch.equal(targets[0], plain)
+    assert torch.equal(targets[1].int(), unsigned.int())
