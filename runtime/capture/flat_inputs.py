@@ -1,7 +1,8 @@
 """Inputs of a flat call: which are read in place, and buffers for the others that keep strides and aliases.
 
 A compiler hands out a forward that takes one flat list of tensors and numbers, and relies on their strides.
-So buffers here have the strides of the call that was captured, and inputs that shared memory share it again.
+So buffers here have the strides of the call that was captured, and inputs that shared memory share it again where the
+forward writes to inputs.
 What is copied and what is written back are lists made once; nothing is walked at replay.
 """
 
@@ -132,7 +133,8 @@ class FlatInputs:
         groups: dict[int, list[int]] = {}
         for index in facts.copied:
             _refuse_unusual(index, args[index], is_written=index in facts.written)
-            storage = args[index].untyped_storage().data_ptr()
+            # Where nothing is written, the key does not say which inputs share memory: those of the next call may not.
+            storage = args[index].untyped_storage().data_ptr() if facts.written else 0
             groups.setdefault(storage or -index - 1, []).append(index)
         forms: Mapping[int, Form] = {}
         if padding is not None and size is not None:

@@ -302,6 +302,23 @@ def test_interrupt_while_an_end_is_set_leaves_no_wrong_end(
         assert_same(compiled(old, *rest), fn(old, *rest))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inputs_that_overlap_at_one_call_may_lie_apart_at_the_next(dynamic: bool) -> None:
+    """A text and the same one moved by a token, as a language model's loss takes them."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x * 2, y * 3, x[1:], y
+
+    compiled = drop_in(fn, dynamic=dynamic)
+    for number in range(8):
+        text, apart, other = tensors((5, 4), (4, 4), (4, 4), seed=number)
+        shifted = text[:-1], text[1:]
+        others = (apart, other), (text[1:], text[:-1]), (apart, apart)
+        for x, y in (shifted, *(others if number > 3 else ())):  # The first are captured.
+            assert_same(compiled(x, y), fn(x, y))
+    assert total("num_replays") >= 16
+
+
 def test_empty_outputs_are_views_and_results_like_others() -> None:
     """PyTorch gives an empty tensor the address 0, which is no place in anybody's memory."""
 
