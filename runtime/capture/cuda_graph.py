@@ -156,15 +156,19 @@ class CudaCopy(SettableCopy):
         # captured source for good, and replay writes there.
         self._target = torch_private.alias_without_owning(target)
         self._fixed_source = source if node is None else None
+        self._set_source: Callable[[torch.Tensor], None] | None = None
 
     def setter(self) -> Callable[[torch.Tensor], None]:
         if self._node is None:
             return self._write_fixed_source
-        runtime = cuda_runtime.load()
-        assert runtime is not None, "a node was found with it"
-        return cuda_runtime.copy_setter(
-            runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
-        )
+        if self._set_source is None:
+            runtime = cuda_runtime.load()
+            assert runtime is not None, "a node was found with it"
+            # One for all who ask: it remembers what the node was set to, and a second would set it unseen.
+            self._set_source = cuda_runtime.copy_setter(
+                runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
+            )
+        return self._set_source
 
     def ends_setter(self) -> EndsSetter | None:
         runtime = cuda_runtime.load()
