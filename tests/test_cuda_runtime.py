@@ -64,7 +64,9 @@ def test_a_source_that_was_refused_is_set_again() -> None:
     assert calls == [source.data_ptr()] * 2
 
 
-def test_a_result_that_took_the_slow_way_is_not_read_again_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_took_the_slow_way_is_not_read_again_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both ways set one node: were each to remember for itself, the next launch would read the clone of the last."""
     sources: list[int] = []
 
