@@ -76,6 +76,7 @@ class StaticInputs:
             )
         self._views: dict[int | None, list[Any]] = {}
         self.written: set[int] = set()
+        self._seen_by_marks: set[int] = set()
         self._tensors = [index for index, leaf in enumerate(self.leaves) if leaf.buffer is not None]
         # Rows along dimension 0 lie in one place whatever the capture size; those along another move with it.
         self._has_moving_rows = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
@@ -260,7 +261,7 @@ class StaticInputs:
         if not targets:
             return
         if [buffer._version for buffer in self._padded_buffers] != self._padded_versions:
-            self._num_dirty_rows = self._max_size or 0  # A marked function wrote to one.
+            self._num_dirty_rows = self._max_size or 0  # Somebody wrote to one: an output may be an input.
         sources = [values[index] for index in self._tensors]
         if [one.data_ptr() for one in sources] != [one.data_ptr() for one in targets]:
             torch_private.copy_each(targets, sources)
@@ -292,7 +293,7 @@ class StaticInputs:
         is_dirty = real_size < self._num_dirty_rows
         for index in self._dynamic:
             leaf = self.leaves[index]
-            if leaf.dynamic_dim != 0 or index in self.written:
+            if leaf.dynamic_dim != 0 or index in self.written or index in self._seen_by_marks:
                 stop = padded_size
             elif is_dirty:
                 stop = self._num_dirty_rows  # All of them, so that the next call finds nothing to do.
@@ -326,6 +327,17 @@ class StaticInputs:
     def versions(self) -> list[int]:
         """Returns the version counter of every buffer, to tell which a forward writes to."""
         return [0 if leaf.buffer is None else leaf.buffer._version for leaf in self.leaves]
+
+    def note_seen_by_marks(self, storages: Collection[int]) -> None:
+        """Remembers buffers that marked functions are given: they may write to padded rows, and nobody counts it.
+
+        Args:
+            storages: Addresses of the storages of marked calls' arguments.
+        """
+        for index in self._tensors:
+            buffer = self.leaves[index].buffer
+            if buffer is not None and buffer.untyped_storage().data_ptr() in storages:
+                self._seen_by_marks.add(index)
 
     def note_written(self, before: list[int]) -> None:
         """Remembers the buffers whose version changed since ``before``."""
