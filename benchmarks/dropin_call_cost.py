@@ -8,8 +8,9 @@ One process, one small model, calls that are already captured. Each way is timed
 - ``full`` and ``breakable``: ours with graphs, with 0, 1 and 8 marked calls between the layers;
 - ``direct``: as ``full``, the compiled forward called without Dynamo;
 - ``bare_graph``: a backend that copies its input, launches one graph of the operators and clones the output, and checks
-  nothing; ``bare_compiled_graph``: the same with a graph of our compiled pieces, so the least that ``full`` can cost
-  behind Dynamo. Their three parts are timed by themselves as well, each begun with an idle device (CUDA only);
+  nothing; ``bare_compiled_graph``: the same with a graph of our compiled pieces, so the least that ``full`` could cost
+  behind Dynamo if it copied around the launch; its copies are inside the graph, so it may cost less. Their three parts
+  are timed by themselves as well, each begun with an idle device (CUDA only);
 - ``reduce_overhead``: Inductor with PyTorch's own CUDA graphs (CUDA only).
 
 All calls get one tensor, and what they return is dropped. ``full: moving`` gets another tensor each time and keeps what

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sgl_piecewise.runtime import tree
+from sgl_piecewise.runtime.capture import cuda_runtime
+from sgl_piecewise.runtime.capture.boundary import BreakOutputs, LeafPlan
+from sgl_piecewise.runtime.capture.cuda_graph import CudaCopy
 from sgl_piecewise.runtime.capture.cuda_runtime import CudaRuntime, copy_setter
 from sgl_piecewise.runtime.errors import ReplayError
 
@@ -76,3 +81,36 @@ def test_a_source_is_set_again_after_an_interrupt_as_it_was_set() -> None:
         set_source(other)
     set_source(one)
     assert calls == [one.data_ptr(), other.data_ptr(), one.data_ptr()]
+
+
+def test_a_result_that_took_the_slow_way_is_not_read_again_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ways set one node: were each to remember for itself, the next launch would read the clone of the last."""
+    sources: list[int] = []
+
+    def set_copy(*args: int) -> int:
+        sources.append(args[3])
+        return 0
+
+    monkeypatch.setattr(cuda_runtime, "load", lambda: runtime_with(set_copy))
+    target, one = torch.zeros(2, 3), torch.ones(2, 3)
+    held: list[torch.Tensor] = []
+    graph: Any = SimpleNamespace(executable=lambda: 11, held_sources=held)
+    leaf = LeafPlan(
+        path="result",
+        target=target,
+        address=target.data_ptr(),
+        shape=target.shape,
+        stride=target.stride(),
+        dtype=target.dtype,
+        device=target.device,
+    )
+    outputs = BreakOutputs("mark", "segment 1", tree.LEAF, [leaf], [])
+    outputs.use_copy(0, CudaCopy(graph, target, one, 12))
+    receive = outputs.receiver()
+    for result in (one, torch.ones(3, 2).t(), one):
+        receive(result)
+        assert sources[-1] == held[-1].data_ptr()
+    assert sources[-1] == one.data_ptr()
+    assert len(sources) == 3

@@ -1,9 +1,10 @@
 """Copies of a call's inputs and outputs as part of its graphs, whose ends a replay sets before the launch.
 
-To set both ends of a copy costs the host less than to launch one. One invariant: what is in the graphs is done at every
-launch, so a copy has ends that are good for the launch: set for it, or its own. Whoever remembers an end forgets it
-before setting another: an exception that comes out of the call that sets it (Ctrl-C) leaves it unknown which one
-holds. This module must not know what a call is otherwise.
+To set both ends of a copy costs the host less than to launch one. One invariant: a graph does its copies at every
+launch, so each reads and writes memory that is there then: what was set before the launch, or, where the device cannot
+set ends, what it was captured with. Whoever remembers an end forgets it before setting another: an exception that
+comes out of the call that sets it (Ctrl-C) leaves it unknown which one holds. This module must not know what a call is
+otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class CopiesIn:
     that is an earlier output come back.
 
     Args:
-        buffers: Place and buffer of each input.
+        buffers: Place and buffer of each input; plain memory (`extents.is_plain_memory`). Only addresses are kept: the
+            buffers must live as long as the graphs are launched.
     """
 
     def __init__(self, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -41,18 +43,15 @@ class CopiesIn:
         self._ends.clear()
 
     def setter(self) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
-        """Returns what makes the next launch copy a call's inputs, once the recording is done.
+        """Returns ``set_sources(args) -> tensors``, which makes the next launch copy a call's inputs.
 
-        What that returns must live until the launch.
+        Ask once the recording is done, and only once: it remembers what it set. The tensors that a call of it returns
+        are what the launch reads; keep them until then. It raises `ReplayError` where the device refuses.
         """
-        setters = [one.ends_setter() for one in self._copies]
-        plan = [
-            (*buffer, set_ends)
-            for buffer, set_ends in zip(self._buffers, setters, strict=True)
-            if set_ends is not None
-        ]
-        if len(plan) < len(setters):
+        setters = _ends_setters(self._copies)
+        if setters is None:
             return self._slow_setter()
+        plan = [(*buffer, set_ends) for buffer, set_ends in zip(self._buffers, setters, strict=True)]
         sources = [0] * len(plan)
 
         def set_sources(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -73,7 +72,7 @@ class CopiesIn:
         return set_sources
 
     def _slow_setter(self) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
-        """For a device that recorded a copy as something whose ends cannot be set."""
+        """Returns the same for a device that recorded a copy as something whose ends cannot be set."""
         places, setters = [place for place, _, _ in self._buffers], [one.setter() for one in self._copies]
 
         def set_sources(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -85,11 +84,13 @@ class CopiesIn:
         return set_sources
 
     def only(self) -> tuple[int, int, int, EndsSetter] | None:
-        """Returns place, buffer's address, bytes and setter of the one input; None where there is another number."""
-        if len(self._copies) != 1:
-            return None
-        set_ends = self._copies[0].ends_setter()
-        return None if set_ends is None else (*self._buffers[0], set_ends)
+        """Returns place, buffer's address, bytes and setter of ends of the one input.
+
+        None where there is not exactly one, or its ends cannot be set. Ask once the recording is done, and use this or
+        `setter`.
+        """
+        setters = _ends_setters(self._copies)
+        return (*self._buffers[0], setters[0]) if setters is not None and len(setters) == 1 else None
 
 
 class CopiesOut:
@@ -97,7 +98,7 @@ class CopiesOut:
 
     Args:
         session: Open, all else is captured.
-        outputs: What was captured; values are bytes in some order.
+        outputs: What was captured; each is all of its memory, in whatever order, and none is empty.
     """
 
     def __init__(self, session: CaptureSession, outputs: Sequence[torch.Tensor]) -> None:
@@ -107,20 +108,16 @@ class CopiesOut:
         self._copies = [session.record_copy(*ends) for ends in zip(self._targets, sources, strict=True)]
 
     def plan(self) -> list[tuple[int, int, EndsSetter]] | None:
-        """Returns address, bytes and setter of each output; ask once the recording is done.
+        """Returns address, bytes and setter of ends of each output; ask once the recording is done.
 
-        None where the ends of one cannot be set; as long as this object lives, the launches write to its memory then.
+        Every launch then needs targets that were set. None where the ends of one cannot be set: launches go on writing
+        to memory that this object owns, so it must live as long as they happen.
         """
-        setters = [one.ends_setter() for one in self._copies]
-        plan = [
-            (*output, set_ends)
-            for output, set_ends in zip(self._outputs, setters, strict=True)
-            if set_ends is not None
-        ]
-        if len(plan) < len(setters):
+        setters = _ends_setters(self._copies)
+        if setters is None:
             return None
         self._targets.clear()
-        return plan
+        return [(*output, set_ends) for output, set_ends in zip(self._outputs, setters, strict=True)]
 
 
 def in_order(value: torch.Tensor) -> torch.Tensor:
@@ -136,5 +133,12 @@ def refused() -> ReplayError:
     )
 
 
+def _ends_setters(copies: Sequence[SettableCopy]) -> list[EndsSetter] | None:
+    """Returns what sets the ends of each copy; None where one has nothing that does."""
+    setters = [set_ends for one in copies if (set_ends := one.ends_setter()) is not None]
+    return setters if len(setters) == len(copies) else None
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Views all bytes of a tensor, in the order in which they lie."""
     return bytes_of(tensor, tensor.data_ptr(), tensor.nbytes)

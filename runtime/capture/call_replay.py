@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .call_copies import CopiesIn, CopiesOut, in_order, refused
-from .device import DEVICE_TO_DEVICE
+from .device import DEVICE_TO_DEVICE, EndsSetter
 from .flat_inputs import FlatInputs
 from .flat_outputs import FlatOutputs
 from .recording import Recording
@@ -57,7 +57,7 @@ class CapturedCall:
         places: Of the static inputs.
         conflicts_with: Tells whether a call's inputs share memory so that it cannot be a replay; None where none can.
         is_held: Tells whether this thread is replaying or capturing on the recording's pool.
-        memory: Keeps alive what the graphs write to.
+        memory: Owns the buffers that the graphs read and write by address; never asked, only kept.
         is_for_padding: Whether calls of other sizes may use it.
         replay: The replay.
         owners: Kept here by who made this.
@@ -92,7 +92,7 @@ class CapturedCall:
         self.conflicts_with: Callable[[Sequence[Any]], bool] | None = (
             inputs.conflicts_with if inputs.can_conflict else None
         )
-        self.memory = inputs, copies_out  # Launches write to buffers by their addresses.
+        self.memory = inputs, copies_out
         self.is_held = recording.pool.is_held
         self.is_for_padding = inputs.size is not None
         self.replay: Replay = _replay_of(inputs, recording, outputs, counts, copies_in, copies_out)
@@ -107,45 +107,13 @@ def _replay_of(
     copies_in: CopiesIn | None,
     copies_out: CopiesOut | None,
 ) -> Replay:
-    pool = recording.pool
-    lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
+    """Returns the replay that does what this recording needs, and nothing else."""
     only_in = None if copies_in is None or inputs.has_written else copies_in.only()
     plan_out = None if copies_out is None else copies_out.plan()
-    empty_like = torch.empty_like
     if only_in is not None and plan_out is not None and len(plan_out) == 1:
-        place, buffer, in_bytes, set_in = only_in
-        ((recorded, out_bytes, set_out),) = plan_out
-        last_source = last_target = 0  # As the copies are set.
-
-        def replay_one(args: Sequence[Any]) -> Sequence[Any] | None:
-            nonlocal last_source, last_target
-            with lock:
-                # Asked of the recording each time: another thread may have reset it before this one had the pool.
-                launch = recording.launch or recording.first_launch()
-                if launch is None:
-                    return None
-                if current_stream() != pool.last_stream:
-                    order_after_last_use()
-                value = args[place]
-                if not value.is_contiguous() or value.is_neg():
-                    value = in_order(value)
-                output = empty_like(recording.outputs[0])
-                source, target = value.data_ptr(), output.data_ptr()
-                if source != last_source:  # Tensors often lie where others lay in the call before.
-                    last_source = 0
-                    if set_in(buffer, source, in_bytes, DEVICE_TO_DEVICE):
-                        raise refused()
-                    last_source = source
-                if target != last_target:
-                    last_target = 0
-                    if set_out(target, recorded, out_bytes, DEVICE_TO_DEVICE):
-                        raise refused()
-                    last_target = target
-                launch()
-                counts.num_replays += 1
-                return (output,)
-
-        return replay_one
+        return _replay_of_one(recording, counts, only_in, plan_out[0])
+    pool = recording.pool
+    lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
     copy_in: Callable[[Sequence[Any]], Any] | None = None if copies_in is None else copies_in.setter()
     copy_in = copy_in or inputs.copy_in
     copy_back, of_call, own_storages = (
@@ -153,12 +121,13 @@ def _replay_of(
         None if outputs.are_clones else outputs.of_call,
         outputs.own_storages,
     )
-    clone = torch.Tensor.clone
+    clone, empty_like = torch.Tensor.clone, torch.empty_like
     is_padded = inputs.is_padded if inputs.size is not None else None
     last_targets = [0] * len(plan_out or ())
 
     def replay(args: Sequence[Any]) -> Sequence[Any] | None:
         with lock:
+            # Asked of the recording each time: another thread may have reset it before this one had the pool.
             launch = recording.launch or recording.first_launch()
             if launch is None:
                 return None
@@ -189,3 +158,54 @@ def _replay_of(
             return of_call(args, recording.outputs)
 
     return replay
+
+
+def _replay_of_one(
+    recording: Recording,
+    counts: ReplayCounts,
+    copy_in: tuple[int, int, int, EndsSetter],
+    copy_out: tuple[int, int, EndsSetter],
+) -> Replay:
+    """Returns the replay of one input and one output that are both copied inside the graphs.
+
+    Args:
+        recording: The recording.
+        counts: Where replays are counted.
+        copy_in: From `CopiesIn.only`.
+        copy_out: From `CopiesOut.plan`.
+    """
+    pool = recording.pool
+    lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
+    place, buffer, in_bytes, set_in = copy_in
+    recorded, out_bytes, set_out = copy_out
+    empty_like = torch.empty_like
+    last_source = last_target = 0  # As the copies are set.
+
+    def replay_one(args: Sequence[Any]) -> Sequence[Any] | None:
+        nonlocal last_source, last_target
+        with lock:
+            launch = recording.launch or recording.first_launch()
+            if launch is None:
+                return None
+            if current_stream() != pool.last_stream:
+                order_after_last_use()
+            value = args[place]
+            if not value.is_contiguous() or value.is_neg():
+                value = in_order(value)
+            output = empty_like(recording.outputs[0])
+            source, target = value.data_ptr(), output.data_ptr()
+            if source != last_source:  # Tensors often lie where others lay in the call before.
+                last_source = 0
+                if set_in(buffer, source, in_bytes, DEVICE_TO_DEVICE):
+                    raise refused()
+                last_source = source
+            if target != last_target:
+                last_target = 0
+                if set_out(target, recorded, out_bytes, DEVICE_TO_DEVICE):
+                    raise refused()
+                last_target = target
+            launch()
+            counts.num_replays += 1
+            return (output,)
+
+    return replay_one

@@ -349,6 +349,7 @@ class CapturedCallable:
                 self._inputs.note_views(outputs)
             del outputs
         assert session.recording is not None
+        self._inputs.note_seen_by_marks(session.recording.argument_storages)
         return session.recording
 
     def _learn_from_one_more_size(self) -> None:

@@ -176,7 +176,11 @@ class CudaPool(GraphPool):
         return CudaGraph(self)
 
     def replace_memsets(self, graph: int) -> None:
-        """Makes a captured graph, given by its address, faster to launch."""
+        """Replaces memsets in a captured graph, where the libraries allow it; see `cuda_graph_edit`.
+
+        Args:
+            graph: Its address; not made launchable yet.
+        """
         if self._editor is not None:
             replace_memsets(self._editor, graph, zeros_on(self.device.torch_device))
 
@@ -241,9 +245,10 @@ class CudaDevice(GraphDevice):
 
     Args:
         device: ``cuda`` or ``cuda:N``; the current device if no index is given.
-        edits_graphs: Whether boundary copies are nodes of the graphs, whose source replay sets. That
-            costs the host less per break than a copy between graphs, and more host memory
-            (``docs/decisions/0007-copies-inside-graphs.md``).
+        edits_graphs: Whether boundary copies, and copies of a drop-in call's inputs and outputs, are nodes of the
+            graphs whose ends replay sets, and memsets become copies. That costs the host less per break, call and
+            launch, and more host memory (``docs/decisions/0007-copies-inside-graphs.md``,
+            ``0030-memsets-become-copies.md`` and ``0031-copies-of-calls-inside-graphs.md`` there).
 
     Raises:
         ConfigError: ``device`` is not a CUDA device.

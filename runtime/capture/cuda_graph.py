@@ -39,7 +39,8 @@ class CudaGraph(DeviceGraph):
 
     def __init__(self, pool: CudaPool) -> None:
         self._pool = pool
-        # Nodes can be changed as long as the graph that they were captured in is kept, which costs host memory.
+        # Nodes can be set as long as the graph that they were captured in is kept, which costs host memory; and only a
+        # graph that is kept can be changed before it is made launchable.
         self._graph = torch.cuda.CUDAGraph(keep_graph=pool.edits_graphs)
         self._is_empty = False
         self._is_recording = False
@@ -58,7 +59,7 @@ class CudaGraph(DeviceGraph):
 
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
         target.copy_(source)
-        assert self._pool.runtime is not None, "the pool said that it sets copy sources"
+        assert self._pool.runtime is not None, "the pool said that it edits graphs"
         node = self._pool.runtime.last_copy_node(self._pool.stream.cuda_stream)
         return CudaCopy(self, target, source, node)
 
@@ -142,8 +143,8 @@ class CudaCopy(SettableCopy):
 
     Args:
         graph: The graph that holds it.
-        target: Where it writes; only its address is kept.
-        source: What it was captured with.
+        target: Where it writes; not owned, see `DeviceGraph.record_copy`.
+        source: What it was captured with; kept only where there is no node.
         node: Its address, or None if the copy was captured as something else.
     """
 
@@ -152,19 +153,22 @@ class CudaCopy(SettableCopy):
     ) -> None:
         self._graph = graph
         self._node = node
-        # Addresses stay valid because the graph pins the pool. A copy that is no memcpy node keeps its
-        # captured source for good, and replay writes there.
+        # A copy that is no memcpy node keeps its captured source for good, and replay writes there.
         self._target = torch_private.alias_without_owning(target)
         self._fixed_source = source if node is None else None
+        self._set_source: Callable[[torch.Tensor], None] | None = None
 
     def setter(self) -> Callable[[torch.Tensor], None]:
         if self._node is None:
             return self._write_fixed_source
-        runtime = cuda_runtime.load()
-        assert runtime is not None, "a node was found with it"
-        return cuda_runtime.copy_setter(
-            runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
-        )
+        if self._set_source is None:
+            runtime = cuda_runtime.load()
+            assert runtime is not None, "a node was found with it"
+            # One for all who ask: it remembers what the node was set to, and a second would set it unseen.
+            self._set_source = cuda_runtime.copy_setter(
+                runtime, self._graph.executable(), self._node, self._target, self._graph.held_sources
+            )
+        return self._set_source
 
     def ends_setter(self) -> EndsSetter | None:
         runtime = cuda_runtime.load()

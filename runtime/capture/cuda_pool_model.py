@@ -7,8 +7,9 @@ bytes of a small segment, more than 1 MiB of another); a free block grows togeth
 segment, and never across segments.
 
 Source: PyTorch 2.11, ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h``. Of free blocks of
-one size it takes the one at the lowest address, which is the driver's choice. Here a new segment lies below all
-older ones: so what three models reserved on an H200 comes out to the byte; with new segments above it does not.
+one size the allocator takes the one at the lowest address, and the driver chooses where segments lie. Assumed here:
+each new segment lies below all older ones. So what three models reserved on an H200 comes out to the byte, and with
+new segments above it does not (``docs/results/2026-11-30-h200-compile-*.json``).
 """
 
 from __future__ import annotations

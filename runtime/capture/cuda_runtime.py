@@ -137,7 +137,8 @@ def copy_setter(
 ) -> Callable[[torch.Tensor], None]:
     """Returns a function that makes a copy node read from a given tensor at the next launches.
 
-    Launches under way are not affected (CUDA: updates of an executable graph hold for future ones).
+    Launches under way are not affected (CUDA: updates of an executable graph hold for future ones). It remembers what
+    it set and leaves the node alone where nothing changed, so a node has one such function and no other way to be set.
 
     Args:
         runtime: The entry points.

@@ -50,14 +50,15 @@ class DeviceGraph(abc.ABC):
     def record_copy(self, target: torch.Tensor, source: torch.Tensor) -> SettableCopy:
         """Records ``target.copy_(source)`` as work of the graph; replay sets the source, or both ends.
 
-        Only where the pool ``edits_graphs``.
+        Only where the pool ``edits_graphs``. The graph keeps addresses, and owns neither tensor.
 
         Args:
-            target: Dense, in the pool likewise; may die afterwards if replay sets both ends.
+            target: Dense; must be there at every launch that does not set both ends. Boundary memory is, since the
+                graph keeps its pool; the caller keeps other memory alive.
             source: Of the same shape and type, in the pool unless replay sets both ends; may die afterwards.
 
         Returns:
-            What sets them, from the end of the graph on.
+            What sets one end or both, from the end of the graph on.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no copies whose ends can be set; ask the pool's edits_graphs first"
@@ -112,11 +113,14 @@ that there is memory then. On CUDA this is a function in C, for code that calls 
 
 
 class SettableCopy(abc.ABC):
-    """A copy inside a graph whose source, or both ends, are given anew before each launch."""
+    """A copy inside a graph whose source, or both ends, can be set before a launch; who uses it does one of the two."""
 
     @abc.abstractmethod
     def setter(self) -> Callable[[torch.Tensor], None]:
-        """Returns ``set_source(tensor)``; ask once the graph has ended. The tensor is kept till the launch."""
+        """Returns ``set_source(tensor)``, to be called before each launch; ask once the graph has ended.
+
+        The tensor is dense, of the target's shape and type. The graph keeps it until the launch.
+        """
 
     @abc.abstractmethod
     def ends_setter(self) -> EndsSetter | None:
@@ -183,7 +187,10 @@ class GraphPool(abc.ABC):
 
     @property
     def edits_graphs(self) -> bool:
-        """Whether graphs can hold copies whose ends replay sets (``record_copy``)."""
+        """Whether captured graphs may be changed: they can hold copies whose ends replay sets (``record_copy``).
+
+        False where the device was made with ``edits_graphs=False``, or cannot do it.
+        """
         return False
 
     def launcher(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ class PoolModel(abc.ABC):
     """An imitation of the allocator behind one pool and its one capture stream.
 
     Args:
-        edits_graphs: As the pool's: whether a break's result waits in pool memory for the graph that copies it.
+        edits_graphs: As the pool's. If so, a break's result waits in pool memory for the graph that copies it.
 
     Attributes:
         edits_graphs: The same.

@@ -71,6 +71,12 @@ class Recording:
         return tuple(segment.mark.name for segment in self.segments if isinstance(segment, EagerSegment))
 
     @property
+    def argument_storages(self) -> frozenset[int]:
+        """Addresses of the storages of all tensors that marked functions are given."""
+        breaks = (segment for segment in self.segments if isinstance(segment, EagerSegment))
+        return frozenset().union(*(segment.arguments.storages for segment in breaks))
+
+    @property
     def break_outputs(self) -> tuple[BreakOutputs, ...]:
         """Results of the breaks, in call order."""
         return tuple(segment.outputs for segment in self.segments if isinstance(segment, EagerSegment))

@@ -121,9 +121,11 @@ class CaptureSession:
         Nothing may be launched while capturing, and the pool must edit graphs.
 
         Args:
-            target: Dense; may die afterwards if every launch sets both ends, as may ``source``. Then neither need
-                lie in the pool.
-            source: Of the same shape and type.
+            target: Dense; see `DeviceGraph.record_copy` for how long it must live.
+            source: Of the same shape and type; likewise.
+
+        Returns:
+            What sets one end or both, once the block has ended.
         """
         assert self._graph is not None, "between segments"
         assert not self.is_launching, "the copy would run with these ends"

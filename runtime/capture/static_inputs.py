@@ -19,7 +19,7 @@ from .arguments import ArgumentBinder
 from .copiers import copier_for
 from .input_leaf import InputLeaf, check_leaf, check_pad_value, new_buffer, refuse_unusual
 
-# Sizes of calls whose targets are remembered.
+# So many pairs of real and capture size have their targets remembered; then all are forgotten.
 _MAX_TARGETS = 4096
 
 
@@ -86,14 +86,16 @@ class StaticInputs:
         self._storages = {buffer.untyped_storage().data_ptr() for _, buffer in self._buffers} - {0}
         self._may_come_back = False
         self._copy_each = copier_for(buffer for _, buffer in self._buffers)
-        # Rows of dimension 0 lie in one place whatever the size; those of another move with it.
-        self._are_rows_apart = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
+        self._seen_by_marks: set[int] = set()
+        # Rows along dimension 0 lie in one place whatever the capture size; those along another move with it.
+        self._has_moving_rows = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
         self._targets_by_size: dict[tuple[int | None, int | None], list[torch.Tensor]] = {}
         buffers = [self.leaves[index].buffer for index in self._dynamic]
         self._padded_buffers = [buffer for buffer in buffers if buffer is not None]
-        # From this row on they hold their pad values, if they are of these versions.
-        self._num_dirty = 0
-        self._versions: list[int] = []
+        # Rows along dimension 0 from this one on hold their pad values, as long as the buffers have these versions: a
+        # write from outside, as a marked function may do, raises one.
+        self._num_dirty_rows = 0
+        self._padded_versions: list[int] = []
 
     def _refuse_unused(self, dynamic_dims: Mapping[str, int], pad_values: Mapping[str, Any]) -> None:
         """Raises for a dynamic dimension, or a pad value, of an argument without a dynamic dimension."""
@@ -255,7 +257,9 @@ class StaticInputs:
         return f"keyword arguments came as {list(captured)}, now as {list(now)}"
 
     def copy_in(self, values: Sequence[Any], real_size: int | None, padded_size: int | None) -> None:
-        """Copies checked leaves into the buffers of one size and pads the tail.
+        """Copies checked leaves into the buffers of one size, and pads rows that do not hold their pad value yet.
+
+        Nothing is copied where every leaf is the very memory that it would be copied to.
 
         Args:
             values: The caller's leaves, from `real_size`.
@@ -265,8 +269,8 @@ class StaticInputs:
         targets = self._targets(real_size, padded_size)
         if not targets:
             return
-        if [buffer._version for buffer in self._padded_buffers] != self._versions:
-            self._num_dirty = self._max_size or 0  # A marked function wrote to one.
+        if [buffer._version for buffer in self._padded_buffers] != self._padded_versions:
+            self._num_dirty_rows = self._max_size or 0  # Somebody wrote to one: an output may be an input.
         sources = [values[index] for index in self._tensors]
         if self._may_come_back:
             sources = [self._apart(*pair) for pair in zip(sources, targets, strict=True)]
@@ -275,8 +279,8 @@ class StaticInputs:
         if real_size is not None and padded_size is not None:
             if real_size < padded_size:
                 self._pad(real_size, padded_size)
-            self._num_dirty = max(self._num_dirty, real_size)
-            self._versions = [buffer._version for buffer in self._padded_buffers]
+            self._num_dirty_rows = max(self._num_dirty_rows, real_size)
+            self._padded_versions = [buffer._version for buffer in self._padded_buffers]
 
     def _apart(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Returns a source that no copy overwrites: a copy of one that lies in a buffer other than as its target."""
@@ -293,7 +297,7 @@ class StaticInputs:
 
     def _targets(self, real_size: int | None, padded_size: int | None) -> list[torch.Tensor]:
         """Returns where the real rows of each tensor leaf go."""
-        key = real_size, padded_size if self._are_rows_apart else None
+        key = real_size, padded_size if self._has_moving_rows else None
         found = self._targets_by_size.get(key)
         if found is None:
             if len(self._targets_by_size) >= _MAX_TARGETS:
@@ -306,18 +310,21 @@ class StaticInputs:
         return found
 
     def _pad(self, real_size: int, padded_size: int) -> None:
-        """Gives the rows past the real ones their pad value, those that have not got it from an earlier call."""
-        is_dirty = real_size < self._num_dirty
+        """Fills rows past the real ones, except those that hold their pad value since an earlier call.
+
+        Rows along another dimension than 0, and buffers that the forward itself writes to, are filled at every call.
+        """
+        is_dirty = real_size < self._num_dirty_rows
         for index in self._dynamic:
             leaf = self.leaves[index]
-            if leaf.dynamic_dim != 0 or index in self.written:
+            if leaf.dynamic_dim != 0 or index in self.written or index in self._seen_by_marks:
                 stop = padded_size
             elif is_dirty:
-                stop = self._num_dirty  # All of them, so that the next call finds nothing to do.
+                stop = self._num_dirty_rows  # All of them, so that the next call finds nothing to do.
             else:
                 continue
             fill_tail(_rows(self._leaf_view(leaf, stop), leaf, real_size, stop), leaf.pad_value)
-        self._num_dirty = min(self._num_dirty, real_size)
+        self._num_dirty_rows = min(self._num_dirty_rows, real_size)
 
     def copy_back(
         self,
@@ -340,6 +347,17 @@ class StaticInputs:
             if leaf.dynamic_dim is not None and real_size is not None:
                 view = view.narrow(leaf.dynamic_dim, 0, real_size)
             values[index].copy_(view)
+
+    def note_seen_by_marks(self, storages: Collection[int]) -> None:
+        """Remembers buffers that marked functions are given: they may write to padded rows, and nobody counts it.
+
+        Args:
+            storages: Addresses of the storages of marked calls' arguments.
+        """
+        for index in self._tensors:
+            buffer = self.leaves[index].buffer
+            if buffer is not None and buffer.untyped_storage().data_ptr() in storages:
+                self._seen_by_marks.add(index)
 
     @contextlib.contextmanager
     def writes_noted(self, size: int | None) -> Iterator[None]:

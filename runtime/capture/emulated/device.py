@@ -124,8 +124,8 @@ class EmulatedDevice(GraphDevice):
 
     Args:
         limit_bytes: What all its pools together may reserve; None for no limit.
-        edits_graphs: Whether copies whose ends replay sets are part of the graphs, as with this option of
-            `CudaDevice`.
+        edits_graphs: Whether boundary copies, and copies of a drop-in call's inputs and outputs, are part of the
+            graphs, as with this option of `CudaDevice`; there are no memsets here.
     """
 
     is_emulated = True

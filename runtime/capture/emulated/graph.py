@@ -27,7 +27,7 @@ class EmulatedCopy(SettableCopy):
     """A copy of bytes, as a memcpy node is: of lazy conjugation and strides it knows nothing."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # Both lie in the arena, which the graph keeps mapped, or both are set before a launch.
+        # Addresses, as in a memcpy node. The graph keeps the arena mapped; who recorded the copy keeps other memory.
         self._ends: tuple[int, int, int] | None = (target.data_ptr(), source.data_ptr(), target.nbytes)
         self._target, self._num_bytes = target.data_ptr(), target.nbytes
         self._source: torch.Tensor | None = None
@@ -52,7 +52,8 @@ class EmulatedCopy(SettableCopy):
         """Copies, and lets go of the source if it holds it."""
         if self._ends is None:
             raise ReplayError(
-                "A graph was launched twice for one source of its first copy, which is gone by now."
+                "A graph was launched twice for one source of one of its copies, which is gone by now. Set the source "
+                "before each launch."
             )
         ctypes.memmove(*self._ends)
         if self._source is not None:

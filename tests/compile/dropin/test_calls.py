@@ -316,7 +316,7 @@ def test_inputs_that_overlap_at_one_call_may_lie_apart_at_the_next(dynamic: bool
         others = (apart, other), (text[1:], text[:-1]), (apart, apart)
         for x, y in (shifted, *(others if number > 3 else ())):  # The first are captured.
             assert_same(compiled(x, y), fn(x, y))
-    assert total("num_replays") >= 16
+    assert total("num_replays") >= 10
 
 
 def test_empty_outputs_are_views_and_results_like_others() -> None:
