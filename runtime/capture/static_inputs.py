@@ -8,7 +8,7 @@ earlier, larger batch is left (`sglang#10892`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import CaptureError, ConfigError, InputMismatchError, nearest
 from .arguments import ArgumentBinder
 from .copiers import copier_for
 from .input_leaf import InputLeaf, check_leaf, check_pad_value, new_buffer, refuse_unusual
+from .input_writes import InputWrites
 
 # So many pairs of real and capture size have their targets remembered; then all are forgotten.
 _MAX_TARGETS = 4096
@@ -77,15 +78,13 @@ class StaticInputs:
                 "Give example arguments at the largest size, or name the dimension with dynamic_dims={'name': dim}."
             )
         self._views: dict[int | None, list[Any]] = {}
-        self.written: set[int] = set()
-        self._buffers = [
-            (index, leaf.buffer) for index, leaf in enumerate(self.leaves) if leaf.buffer is not None
-        ]
-        self._tensors = [index for index, _ in self._buffers]
-        self._changed: list[tuple[int, torch.Tensor]] = []
-        self._storages = {buffer.untyped_storage().data_ptr() for _, buffer in self._buffers} - {0}
+        named = [(index, leaf.buffer) for index, leaf in enumerate(self.leaves) if leaf.buffer is not None]
+        self._tensors = [index for index, _ in named]
+        self._writes = InputWrites(named)
+        self.written = self._writes.written
+        self._storages = {buffer.untyped_storage().data_ptr() for _, buffer in named} - {0}
         self._may_come_back = False
-        self._copy_each = copier_for(buffer for _, buffer in self._buffers)
+        self._copy_each = copier_for(buffer for _, buffer in named)
         self._seen_by_marks: set[int] = set()
         # Rows along dimension 0 lie in one place whatever the capture size; those along another move with it.
         self._has_moving_rows = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
@@ -359,31 +358,15 @@ class StaticInputs:
             if buffer is not None and buffer.untyped_storage().data_ptr() in storages:
                 self._seen_by_marks.add(index)
 
-    @contextlib.contextmanager
-    def writes_noted(self, size: int | None) -> Iterator[None]:
-        """Notes which buffers a forward on `views` writes to.
-
-        A write through ``.data``, NumPy or a kernel of another library raises no version. So values are compared as
-        well, without waiting for the device: ask `settle_written` for what came out.
-
-        Args:
-            size: That of the views.
-        """
-        before = [
-            (index, buffer._version, _bytes_of(buffer, self._leaf_view(self.leaves[index], size)).clone())
-            for index, buffer in self._buffers
-        ]
-        yield
-        for (index, version, held), (_, buffer) in zip(before, self._buffers, strict=True):
-            if buffer._version != version:
-                self.written.add(index)
-            elif held.numel():
-                self._changed.append((index, (_bytes_of(buffer, held) != held).any()))
+    def writes_noted(self, size: int | None) -> contextlib.AbstractContextManager[None]:
+        """Notes which buffers a forward on the `views` of a size writes to; ask `settle_written` afterwards."""
+        return self._writes.noted(
+            [self._leaf_view(self.leaves[index], size).nbytes for index in self._tensors]
+        )
 
     def settle_written(self) -> None:
-        """Waits for the comparisons of `writes_noted`."""
-        self.written.update(index for index, is_changed in self._changed if is_changed)
-        self._changed.clear()
+        """Makes ``written`` complete; may wait for the device."""
+        self._writes.settle()
 
     def share_memory(self, values: Sequence[Any]) -> bool:
         """Whether two tensor inputs of a call lie in one storage (separate buffers would part them)."""
@@ -420,11 +403,6 @@ def _rows(view: torch.Tensor, leaf: InputLeaf, start: int, stop: int | None) -> 
     if leaf.dynamic_dim is None or stop is None:
         return view
     return view.narrow(leaf.dynamic_dim, start, stop - start)
-
-
-def _bytes_of(buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of as much of a flat buffer as a part from its beginning covers."""
-    return buffer.view(torch.uint8)[: part.nbytes]
 
 
 def fill_tail(tail: torch.Tensor, pad_value: int | float | bool) -> None:
