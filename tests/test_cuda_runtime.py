@@ -16,7 +16,7 @@ from sgl_piecewise.runtime.capture.cuda_runtime import CudaRuntime, copy_setter
 from sgl_piecewise.runtime.errors import ReplayError
 
 
-def runtime_with(set_copy: Any) -> CudaRuntime:
+def runtime_with(set_copy: Any, forget_error: Any = lambda: 0) -> CudaRuntime:
     def unused(*args: Any) -> int:
         raise AssertionError("not part of setting a source")
 
@@ -27,6 +27,7 @@ def runtime_with(set_copy: Any) -> CudaRuntime:
         node_type=unused,
         create_stream=unused,
         error_name=lambda error: b"cudaErrorInvalidValue",
+        forget_error=forget_error,
     )
 
 
@@ -56,12 +57,16 @@ def test_a_source_that_was_refused_is_set_again() -> None:
         return next(errors)
 
     source = torch.ones(4)
-    set_source = copy_setter(runtime_with(set_copy), 11, 12, torch.zeros(4), [])
+    forgotten: list[int] = []
+    runtime = runtime_with(set_copy, lambda: forgotten.append(len(calls)))
+    set_source = copy_setter(runtime, 11, 12, torch.zeros(4), [])
     with pytest.raises(ReplayError, match="cudaErrorInvalidValue"):
         set_source(source)
+    assert forgotten == [1], "the next kernel would be blamed for it"
     set_source(source)
     set_source(source)
     assert calls == [source.data_ptr()] * 2
+    assert forgotten == [1]
 
 
 def test_a_source_is_set_again_after_an_interrupt_as_it_was_set() -> None:

@@ -35,6 +35,7 @@ class CudaRuntime:
         node_type: ``cudaGraphNodeGetType``.
         create_stream: ``cudaStreamCreateWithFlags(&stream, flags) -> error``.
         error_name: ``cudaGetErrorName``.
+        forget_error: ``cudaGetLastError``, which forgets the last error.
     """
 
     launch: Any
@@ -43,6 +44,7 @@ class CudaRuntime:
     node_type: Any
     create_stream: Any
     error_name: Any
+    forget_error: Any
 
     def last_copy_node(self, stream: int) -> int | None:
         """Returns the node that the capture on ``stream`` recorded last, if it is a copy, else None."""
@@ -85,6 +87,7 @@ class CudaRuntime:
             ReplayError: Names the call and CUDA's error.
         """
         if error:
+            self.forget_error()  # PyTorch would take it for that of its next kernel.
             name = (self.error_name(error) or b"unknown").decode()
             raise ReplayError(
                 f"CUDA refused to {what}: {name} (error {error}). CUDA reports errors late: run again with "
@@ -129,6 +132,7 @@ def load() -> CudaRuntime | None:
         node_type=node_type,
         create_stream=create_stream,
         error_name=error_name,
+        forget_error=runtime.cudaGetLastError,
     )
 
 
