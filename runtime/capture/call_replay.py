@@ -114,8 +114,8 @@ def _replay_of(
         return _replay_of_one(recording, counts, only_in, plan_out[0])
     pool = recording.pool
     lock, current_stream, order_after_last_use = pool.lock, pool.current_stream, pool.order_after_last_use
-    copy_in: Callable[[Sequence[Any]], Any] | None = None if copies_in is None else copies_in.setter()
-    copy_in = copy_in or inputs.copy_in
+    # What it returns must live until the launch.
+    copy_in: Callable[[Sequence[Any]], Any] = inputs.copy_in if copies_in is None else copies_in.setter()
     copy_back, of_call, own_storages = (
         inputs.copy_back if inputs.has_written else None,
         None if outputs.are_clones else outputs.of_call,

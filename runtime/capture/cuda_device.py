@@ -138,9 +138,8 @@ class CudaPool(GraphPool):
         self._outside.clear()
         with generators_in_use:
             if self._editor is not None:
-                zeros_on(
-                    self.device.torch_device
-                )  # While nothing is being captured, by other threads either.
+                # While nothing is being captured, by other threads either.
+                zeros_on(self.device.torch_device)
             self._hold_memory()
             self._is_scope_open = True
             try:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .cuda_runtime import libraries
+from .cuda_runtime import libraries, typed
 from .device import DEVICE_TO_DEVICE
 
 NODE_TYPE_MEMSET = 2
@@ -122,16 +122,16 @@ class CudaGraphEditor(GraphEditor):
 
     def __init__(self, runtime: Any, driver: Any) -> None:
         pointer, size, out = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
-        self._nodes = _typed(driver.cuGraphGetNodes, pointer, pointer, out)
-        self._type = _typed(driver.cuGraphNodeGetType, pointer, out)
-        self._memset = _typed(driver.cuGraphMemsetNodeGetParams, pointer, out)
+        self._nodes = typed(driver.cuGraphGetNodes, pointer, pointer, out)
+        self._type = typed(driver.cuGraphNodeGetType, pointer, out)
+        self._memset = typed(driver.cuGraphMemsetNodeGetParams, pointer, out)
         # Without a version: these refuse to answer where an edge carries data, which a plain one would lose.
-        self._dependencies = _typed(driver.cuGraphNodeGetDependencies, pointer, pointer, out)
-        self._dependents = _typed(driver.cuGraphNodeGetDependentNodes, pointer, pointer, out)
-        self._connect = _typed(driver.cuGraphAddDependencies, pointer, pointer, pointer, size)
-        self._remove = _typed(driver.cuGraphDestroyNode, pointer)
-        self._forget_error = _typed(runtime.cudaGetLastError)
-        self._add_copy = _typed(
+        self._dependencies = typed(driver.cuGraphNodeGetDependencies, pointer, pointer, out)
+        self._dependents = typed(driver.cuGraphNodeGetDependentNodes, pointer, pointer, out)
+        self._connect = typed(driver.cuGraphAddDependencies, pointer, pointer, pointer, size)
+        self._remove = typed(driver.cuGraphDestroyNode, pointer)
+        self._forget_error = typed(runtime.cudaGetLastError)
+        self._add_copy = typed(
             runtime.cudaGraphAddMemcpyNode1D,
             out,
             pointer,
@@ -201,11 +201,6 @@ def load_editor() -> CudaGraphEditor | None:
         return CudaGraphEditor(*found)
     except AttributeError:
         return None
-
-
-def _typed(function: Any, *types: Any) -> Any:
-    function.argtypes = list(types)
-    return function
 
 
 def _array(nodes: Sequence[int]) -> Any:

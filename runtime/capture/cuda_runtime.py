@@ -114,26 +114,26 @@ def load() -> CudaRuntime | None:
     if found is None:
         return None
     runtime, driver = found
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    launch, set_copy = runtime.cudaGraphLaunch, runtime.cudaGraphExecMemcpyNodeSetParams1D
-    launch.argtypes = [pointer, pointer]
-    set_copy.argtypes = [pointer, pointer, pointer, pointer, size, ctypes.c_int]
-    capture_info, node_type = driver.cuStreamGetCaptureInfo_v2, runtime.cudaGraphNodeGetType
-    capture_info.argtypes = [pointer] * 6
-    node_type.argtypes = [pointer, pointer]
-    create_stream = runtime.cudaStreamCreateWithFlags
-    create_stream.argtypes = [pointer, ctypes.c_uint]
-    error_name = runtime.cudaGetErrorName
-    error_name.argtypes, error_name.restype = [ctypes.c_int], ctypes.c_char_p
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    error_name = typed(runtime.cudaGetErrorName, number)
+    error_name.restype = ctypes.c_char_p
     return CudaRuntime(
-        launch=launch,
-        set_copy=set_copy,
-        capture_info=capture_info,
-        node_type=node_type,
-        create_stream=create_stream,
+        launch=typed(runtime.cudaGraphLaunch, pointer, pointer),
+        set_copy=typed(
+            runtime.cudaGraphExecMemcpyNodeSetParams1D, pointer, pointer, pointer, pointer, size, number
+        ),
+        capture_info=typed(driver.cuStreamGetCaptureInfo_v2, *[pointer] * 6),
+        node_type=typed(runtime.cudaGraphNodeGetType, pointer, pointer),
+        create_stream=typed(runtime.cudaStreamCreateWithFlags, pointer, ctypes.c_uint),
         error_name=error_name,
-        forget_error=runtime.cudaGetLastError,
+        forget_error=typed(runtime.cudaGetLastError),
     )
+
+
+def typed(function: Any, *types: Any) -> Any:
+    """Returns a function of a library, told what it takes; it returns an integer."""
+    function.argtypes = list(types)
+    return function
 
 
 def copy_setter(

@@ -8,7 +8,7 @@ are for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ class InputWrites:
         written: Numbers of those that were.
     """
 
-    def __init__(self, buffers: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def __init__(self, buffers: Mapping[int, torch.Tensor]) -> None:
         self.written: set[int] = set()
         self._buffers = buffers
         self._changed: list[tuple[int, torch.Tensor]] = []
@@ -40,7 +40,7 @@ class InputWrites:
         """
         before = [
             (index, buffer, buffer._version, _bytes_of(buffer, used).clone() if _is_compared(used) else None)
-            for (index, buffer), used in zip(self._buffers, num_bytes, strict=True)
+            for (index, buffer), used in zip(self._buffers.items(), num_bytes, strict=True)
         ]
         yield
         for index, buffer, version, held in before:

@@ -78,21 +78,21 @@ class StaticInputs:
                 "Give example arguments at the largest size, or name the dimension with dynamic_dims={'name': dim}."
             )
         self._views: dict[int | None, list[Any]] = {}
-        named = [(index, leaf.buffer) for index, leaf in enumerate(self.leaves) if leaf.buffer is not None]
-        self._tensors = [index for index, _ in named]
-        self._writes = InputWrites(named)
+        buffers = {index: leaf.buffer for index, leaf in enumerate(self.leaves) if leaf.buffer is not None}
+        self._tensors = list(buffers)
+        self._writes = InputWrites(buffers)
         self.written = self._writes.written
-        self._storages = {buffer.untyped_storage().data_ptr() for _, buffer in named} - {0}
+        self._storage_of = {index: one.untyped_storage().data_ptr() for index, one in buffers.items()}
+        self._storages = set(self._storage_of.values()) - {0}
         self._may_come_back = False
-        self._copy_each = copier_for(buffer for _, buffer in named)
+        self._copy_each = copier_for(buffers.values())
         self._seen_by_marks: set[int] = set()
         # Rows along dimension 0 lie in one place whatever the capture size; those along another move with it.
         self._has_moving_rows = any(self.leaves[index].dynamic_dim != 0 for index in self._dynamic)
         self._targets_by_size: dict[tuple[int | None, int | None], list[torch.Tensor]] = {}
-        buffers = [self.leaves[index].buffer for index in self._dynamic]
-        self._padded_buffers = [buffer for buffer in buffers if buffer is not None]
+        self._padded_buffers = [buffers[index] for index in self._dynamic]
         # Rows along dimension 0 from this one on hold their pad values, as long as the buffers have these versions: a
-        # write from outside, as a marked function may do, raises one.
+        # write from outside, to an output that is an input, raises one.
         self._num_dirty_rows = 0
         self._padded_versions: list[int] = []
 
@@ -269,7 +269,7 @@ class StaticInputs:
         if not targets:
             return
         if [buffer._version for buffer in self._padded_buffers] != self._padded_versions:
-            self._num_dirty_rows = self._max_size or 0  # Somebody wrote to one: an output may be an input.
+            self._num_dirty_rows = self._max_size or 0  # Somebody wrote to one.
         sources = [values[index] for index in self._tensors]
         if self._may_come_back:
             sources = [self._apart(*pair) for pair in zip(sources, targets, strict=True)]
@@ -353,16 +353,12 @@ class StaticInputs:
         Args:
             storages: Addresses of the storages of marked calls' arguments.
         """
-        for index in self._tensors:
-            buffer = self.leaves[index].buffer
-            if buffer is not None and buffer.untyped_storage().data_ptr() in storages:
-                self._seen_by_marks.add(index)
+        self._seen_by_marks.update(index for index, one in self._storage_of.items() if one in storages)
 
     def writes_noted(self, size: int | None) -> contextlib.AbstractContextManager[None]:
         """Notes which buffers a forward on the `views` of a size writes to; ask `settle_written` afterwards."""
-        return self._writes.noted(
-            [self._leaf_view(self.leaves[index], size).nbytes for index in self._tensors]
-        )
+        views = self._leaf_views(size)
+        return self._writes.noted([views[index].nbytes for index in self._tensors])
 
     def settle_written(self) -> None:
         """Makes ``written`` complete; may wait for the device."""
