@@ -16,6 +16,7 @@ from sgl_piecewise.runtime.capture.captured import CapturedCallable
 from sgl_piecewise.runtime.capture.entry import capture as capture_plain
 from sgl_piecewise.runtime.capture.session import refuse_nested_capture
 from sgl_piecewise.runtime.errors import ConfigError
+from sgl_piecewise.runtime.garbage import full_collections_put_off
 from sgl_piecewise.runtime.records import IMPORT, PhaseClock
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def capture(
     refuse_nested_capture()
     cell = cell_name(compile, options.get("strategy", "breakable"))
     report = options.get("on_progress") or (lambda phase, done, total: None)
-    with profiled(options.pop("profile", None), "build", strategy=cell) as facts:
+    profile = options.pop("profile", None)
+    with profiled(profile, "build", strategy=cell) as facts, full_collections_put_off():
         clock = PhaseClock()
         with clock.phase(IMPORT):
             import_compiler(compile)
@@ -123,10 +125,11 @@ def start_compile_workers(compilers: Iterable[object]) -> None:
 
 def import_compiler(compiler: str | Callable[..., Any]) -> None:
     """Imports the compiler and what compiles its pieces, here and not before; a build does not count it."""
-    from sgl_piecewise.compiler import forward, layer_tracing, trace_size  # noqa: F401 - for what they import
-    from sgl_piecewise.compiler.piece_compilers import import_piece_compiler
+    with full_collections_put_off():
+        from sgl_piecewise.compiler import forward, layer_tracing, trace_size  # noqa: F401 - for what they import
+        from sgl_piecewise.compiler.piece_compilers import import_piece_compiler
 
-    import_piece_compiler(compiler)
+        import_piece_compiler(compiler)
 
 
 def compiled_forward(

@@ -15,6 +15,7 @@ import torch
 from .. import tree
 from ..build_profile import profiled
 from ..errors import ConfigError, nearest
+from ..garbage import full_collections_put_off
 from ..mark import eager_on_graph
 from ..time_line import span
 from .autograd import refuse_history
@@ -105,13 +106,9 @@ def capture(
     graph_device = _device_for(device, pool, (example_args, kwargs), module)
     refuse_history((example_args, kwargs), "an argument")
     refuse_history(list(module.parameters()) if module is not None else [], "a parameter of the module")
-    with profiled(
-        profile,
-        "build",
-        strategy="debug" if debug else strategy,
-        device=graph_device.name,
-        emulated=str(graph_device.is_emulated),
-    ):
+    facts = {"device": graph_device.name, "emulated": str(graph_device.is_emulated)}
+    noted = profiled(profile, "build", strategy="debug" if debug else strategy, **facts)
+    with noted, full_collections_put_off():
         with span("static_inputs", "static_inputs"):
             inputs = StaticInputs(
                 fn,
