@@ -10,7 +10,7 @@ Each step is a process of its own, with the model's shape filled with random bf1
 - ``cold``: Inductor's, Triton's and our cache folders are new. Builds ``breakable``, then ``tc_piecewise``.
   Imports, first kernels and the first capture of the process are done before and shown apart. Afterwards the
   memory estimate stands beside the pools of ``fx_piecewise`` and ``tc_piecewise``: all sizes, and the largest alone.
-- ``warm``: the same with the folders that ``cold`` left.
+- ``warm``: the same with the folders that ``cold`` left. ``--steps cold,warm,warm`` measures two warm starts.
 - ``replay``: other new folders. Builds ``torch.compile(mode="reduce-overhead")`` of the plain model (attention
   inside its graphs) for five sizes, then the other arms; checks values; times all arms in turns.
 
@@ -385,6 +385,8 @@ def run_children(arguments: argparse.Namespace) -> dict[str, Any]:
             if step not in STEPS:
                 raise SystemExit(f"Unknown step {step!r}; there are {', '.join(STEPS)}.")
             cache = Path(folder, "replay" if step == "replay" else "builds")
+            nth = sum(1 for done in report if done.partition(" ")[0] == step) + 1
+            name = step if nth == 1 else f"{step} {nth}"
             output = Path(folder, f"{step}.json")
             environment = os.environ | {
                 "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
@@ -396,9 +398,9 @@ def run_children(arguments: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, __file__, *sys.argv[1:], "--step", step, "--json", str(output)]
             begin = time.perf_counter()
             subprocess.run(command, env=environment, check=True)
-            report[step] = json.loads(output.read_text())
-            report[step]["process_s"] = time.perf_counter() - begin
-            print(f"== {step}\n{json.dumps(report[step], indent=1)}", flush=True)
+            report[name] = json.loads(output.read_text())
+            report[name]["process_s"] = time.perf_counter() - begin
+            print(f"== {name}\n{json.dumps(report[name], indent=1)}", flush=True)
             save(arguments, report)
     return report
 
@@ -406,14 +408,16 @@ def run_children(arguments: argparse.Namespace) -> dict[str, Any]:
 def findings(report: dict[str, Any]) -> dict[str, float]:
     """The ratios that the targets are about."""
     found: dict[str, float] = {}
-    for step in ("cold", "warm"):
-        if step in report:
-            for compiler in ("fx", "inductor"):
-                ratio = report[step]["memory_estimate"][compiler]["ratio_largest_alone"]
-                if ratio is not None:
-                    found[f"{step}_{compiler}_memory_estimate_over_measured"] = ratio
-            found[f"{step}_build_over_breakable"] = report[step]["ratio"]
-            found[f"{step}_compile_share"] = report[step]["tc_piecewise"][0]["compile_share"]
+    for name, step in report.items():
+        if name.partition(" ")[0] not in ("cold", "warm"):
+            continue
+        prefix = name.replace(" ", "_")
+        for compiler in ("fx", "inductor"):
+            ratio = step["memory_estimate"][compiler]["ratio_largest_alone"]
+            if ratio is not None:
+                found[f"{prefix}_{compiler}_memory_estimate_over_measured"] = ratio
+        found[f"{prefix}_build_over_breakable"] = step["ratio"]
+        found[f"{prefix}_compile_share"] = step["tc_piecewise"][0]["compile_share"]
     replay = report.get("replay", {})
     if "reduce_overhead_build_s" in replay:
         own_s = (report.get("cold") or {}).get("tc_piecewise_s") or replay["tc_piecewise_build"]["total_s"]
@@ -444,7 +448,9 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--largest", type=int, default=4096, help="largest capture size")
-    parser.add_argument("--steps", default=",".join(STEPS), help="which of cold,warm,replay to run")
+    parser.add_argument(
+        "--steps", default=",".join(STEPS), help="which of cold,warm,replay to run, in this order"
+    )
     parser.add_argument("--compile-threads", type=int, default=None, help="of Inductor")
     parser.add_argument("--no-reduce-overhead", action="store_true")
     parser.add_argument("--whole", action="store_true", help="build without sharing layers too, for contrast")
