@@ -55,7 +55,7 @@ class CompileOptions:
     cache_folder: str | os.PathLike[str] | None = None
     profile: str | os.PathLike[str] | None = None
     fusions: Sequence[str] = ()
-    dump_folder: str | None = None
+    dump_folder: str | os.PathLike[str] | None = None
     capture: str = CallPolicy.capture
     capture_after: int = CallPolicy.capture_after
     capture_sizes: Sequence[int] | None = CallPolicy.capture_sizes
@@ -99,13 +99,11 @@ class CompileOptions:
         if isinstance(self.fusions, str) or not isinstance(self.fusions, Sequence):
             raise ConfigError(f"fusions must be a list of names, got {self.fusions!r}.")
         for name in self.fusions:
-            if name not in FUSIONS:
+            if not isinstance(name, str) or name not in FUSIONS:
                 raise ConfigError(f"Unknown fusion {name!r}. {nearest(name, FUSIONS)}")
             if list(self.fusions).count(name) > 1:
                 raise ConfigError(f"fusions names {name!r} more than once; a fusion runs once. Name it once.")
-        if self.dump_folder is not None and not isinstance(self.dump_folder, str):
-            raise ConfigError(f"dump_folder must be a folder's name, got {type(self.dump_folder).__name__}.")
-
+        _check_path("dump_folder", self.dump_folder)
         self.call_policy()
 
     def call_policy(self) -> CallPolicy:
@@ -130,7 +128,7 @@ class CompileOptions:
 
 def _check_path(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, str | os.PathLike) or not os.fspath(value)):
-        raise ConfigError(f"{name} must be a path, got {value!r}.")
+        raise ConfigError(f"{name} must be a path, got {value!r}. Leave it out for none.")
 
 
 def options_from(given: Mapping[str, Any] | None) -> CompileOptions:
@@ -142,6 +140,11 @@ def options_from(given: Mapping[str, Any] | None) -> CompileOptions:
     Raises:
         ConfigError: A name is unknown (the nearest one is named), or a value cannot be accepted.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(
+            f"options of backend 'sgl_piecewise' must be a mapping of names to values, as in {{'piece_compiler': 'fx'}}, "
+            f"got {given!r}."
+        )
     known = {option.name for option in dataclasses.fields(CompileOptions)}
     for name in given or {}:
         if name not in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from sgl_piecewise.runtime import torch_private_compiling, torch_private_inductor
-from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest
+from sgl_piecewise.runtime.errors import ConfigError, PieceCompilerUnavailable, nearest, nearest_word
 
 from .openvino_pieces import compile_with_openvino
 from .options import CompileOptions
@@ -58,6 +57,11 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
         return chosen
     if chosen == "fx":
         return run_as_fx
+    if chosen == "cudagraphs":
+        raise ConfigError(
+            "piece_compiler is 'cudagraphs', which captures by itself. Capture has one owner: compile the pieces with "
+            "'inductor' or 'fx', and let the option capture, or capture(), make the graphs."
+        )
     if chosen == BACKEND_NAME:
         raise ConfigError(
             f"piece_compiler is {chosen!r} itself; name what compiles the pieces, such as 'inductor'."
@@ -70,7 +74,7 @@ def piece_compiler_for(options: CompileOptions) -> PieceCompiler:
             )
         importlib.import_module(module)
     # Without those that PyTorch keeps for debugging and its own tests; they are accepted all the same.
-    known = {"fx", *_EXTRAS, *torch.compiler.list_backends()} - {BACKEND_NAME}
+    known = {"fx", *_EXTRAS, *torch.compiler.list_backends()} - {BACKEND_NAME, "cudagraphs"}
     backend = torch_private_compiling.registered_backend(chosen)
     if backend is None:
         raise ConfigError(f"Unknown piece compiler {chosen!r}. {nearest(chosen, known)}")
@@ -101,8 +105,8 @@ def _compile_with_inductor(
 def _check_inductor_names(names: Collection[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = nearest_word(name, known)
+            hint = f"did you mean {near!r}? " if near is not None else ""
             raise ConfigError(
                 f"inductor_config names {name!r}, which Inductor does not have. {hint}"
                 "torch._inductor.list_options() gives all names."

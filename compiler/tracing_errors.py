@@ -50,6 +50,6 @@ def _where(reason: str, stack: Any) -> str:
     line = traced_user_line("".join(stack.format()) if stack is not None else None)
     function = f" in {line.function}" if line.function else ""
     return (
-        f"{line}{function}: {reason}. If this call has to stay as it is, move it into a function marked "
+        f"{line}{function}: {reason.rstrip('.')}. If this call has to stay as it is, move it into a function marked "
         "@eager_on_graph: it then runs between pieces, and is not traced."
     )

@@ -7,6 +7,7 @@ text is Python with the shape of every value and the user's source lines.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .split_at_marks import pieces_of
 from .validate import FINDINGS
 
 
-def new_dump_folder(parent: str) -> Path:
+def new_dump_folder(parent: str | os.PathLike[str]) -> Path:
     """Makes a folder of its own for one trace: ``trace_0``, ``trace_1``, ... in ``parent``.
 
     Raises:
@@ -37,7 +38,7 @@ def new_dump_folder(parent: str) -> Path:
                 continue
             return one
     except OSError as err:
-        raise ConfigError(f"dump_folder {parent!r} cannot be written: {err}.") from err
+        raise ConfigError(f"dump_folder '{parent}' cannot be written: {err}.") from err
     raise AssertionError("unreachable")
 
 

@@ -102,6 +102,13 @@ def nearest(word: object, choices: Iterable[str]) -> str:
         A sentence that names the nearest choice (if any is near) and lists all.
     """
     options = sorted(choices)
-    near = difflib.get_close_matches(str(word), options, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}Known: {', '.join(options)}."
+    near = nearest_word(word, options)
+    hint = f"did you mean {near!r}? " if near is not None else ""
+    return f"{hint}Known: {', '.join(options) or 'none'}."
+
+
+def nearest_word(word: object, choices: Iterable[str]) -> str | None:
+    """Returns the choice that an unknown word is nearest to, whatever its case; None if none is near."""
+    by_lower = {one.lower(): one for one in choices}
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1)
+    return by_lower[near[0]] if near else None

@@ -128,6 +128,13 @@ class MarkedFunction:
             return self.fn(*args, **kwargs)
         return capture.call_marked(self, args, kwargs)
 
+    def call_untraced(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function as code does that no compiler is reading, whatever Dynamo thinks."""
+        capture = _ACTIVE.get()
+        if capture is None:
+            return self.fn(*args, **kwargs)
+        return capture.call_marked(self, args, kwargs)
+
     def call_compiled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], stand_in: Callable[[], Callable[..., Any]]
     ) -> Any:

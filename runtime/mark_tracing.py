@@ -28,8 +28,11 @@ _BAKED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def trace_marked_call(mark: MarkedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the mark; under Dynamo, puts the call into the graph as one node."""
-    return mark(*args, **kwargs)
+    """Puts the call into the graph as one node; runs only where Dynamo gave a trace up in its middle."""
+    return dynamo.untraced(mark.call_untraced)(*args, **kwargs)
+
+
+dynamo.skip_frame(trace_marked_call)
 
 
 class Callee(Protocol):
@@ -61,7 +64,11 @@ def _trace(tx: Any, mark_variable: Any, args: Any, kwargs: Any) -> Any:
     told = None if mark.fake is None else _trace_fake(tx, mark, source, given, keywords)
     arguments = call.take_arguments(given, keywords)
     results = Results(call)
-    spec = results.run_body(arguments) if told is None else results.add_traced(told)
+    if told is None:
+        spec = results.run_body(arguments)
+    else:
+        with dynamo.failures_told(lambda reason: _fake_fails(mark, reason)):
+            spec = results.add_traced(told)
     return emit_call(call, results, spec, arguments, CallSite)
 
 
@@ -103,11 +110,20 @@ def _trace_fake(
 ) -> Any:
     """Traces ``fake``; what it adds to the graph is marked as needed for shapes only."""
     before = set(dynamo.traced_nodes(tx))
-    result = dynamo.traced_attribute(tx, mark, "fake", source).call_function(tx, given, keywords)
+    with dynamo.failures_told(lambda reason: _fake_fails(mark, reason)):
+        result = dynamo.traced_attribute(tx, mark, "fake", source).call_function(tx, given, keywords)
     for node in dynamo.traced_nodes(tx):
         if node not in before and node.op not in ("placeholder", "get_attr"):
             node.meta[SHAPE_ONLY] = True
     return result
+
+
+def _fake_fails(mark: MarkedFunction, reason: str) -> str:
+    return (
+        f"Mark {mark.name!r}: its fake cannot be traced, so a compiler cannot know what the call returns. Dynamo says: "
+        f"{reason}\nIt takes the arguments of the body, and may look at shapes, dtypes and numbers, not at values: for "
+        "one result like x, fake=lambda x, *args, **kwargs: torch.empty_like(x)."
+    )
 
 
 class TracedCall:

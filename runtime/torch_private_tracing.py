@@ -43,6 +43,27 @@ class TracingError(CompileError, exc.TorchRuntimeError):
     """A `CompileError` that Dynamo lets through as it is, and neither wraps nor takes for a graph break."""
 
 
+@contextlib.contextmanager
+def failures_told(tell: Callable[[str], str]) -> Iterator[None]:
+    """Makes a `TracingError` of what Dynamo raises in the block because it cannot trace; restarts pass.
+
+    Else Dynamo would take it for a graph break, and run the code around as it is: where that code asks whether it
+    is traced, with the wrong answer.
+
+    Args:
+        tell: Makes the message of Dynamo's reason, in one line.
+    """
+    try:
+        yield
+    except TracingError:
+        raise
+    except (exc.Unsupported, exc.UserError, exc.ObservedException, exc.TorchRuntimeError) as err:
+        kind = type(err).__name__.removeprefix("Observed")
+        lines = [line.strip() for line in str(err).splitlines() if line.strip()] or [kind]
+        explained = [line for line in lines[1:2] if line.startswith("Explanation:")]
+        raise TracingError(tell(" ".join([lines[0], *explained]))) from err
+
+
 @dataclass(frozen=True)
 class _CallSource(ChainedSource):
     """A graph input that is a function of something the frame can load; nothing guards on it.

@@ -173,4 +173,4 @@ def difference(captured: Spec, now: Spec, root: str) -> str | None:
 
 
 def _kind_name(spec: Spec) -> str:
-    return "a leaf" if spec.kind is None else spec.kind.__name__
+    return "a single value" if spec.kind is None else spec.kind.__name__

@@ -30,4 +30,6 @@ def test_nearest_names_the_likely_word_and_all_others() -> None:
         errors.nearest("brakable", ["full", "breakable"])
         == "did you mean 'breakable'? Known: breakable, full."
     )
+    assert errors.nearest("FULL", ["full", "breakable"]).startswith("did you mean 'full'?")
+    assert errors.nearest("x", []) == "Known: none."
     assert errors.nearest("xyz", {"full": 1, "breakable": 2}) == "Known: breakable, full."

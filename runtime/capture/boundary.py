@@ -76,6 +76,7 @@ class BreakOutputs:
         spec: Structure of the result.
         leaves: One plan per leaf.
         shared: Leaves that lie in one memory.
+        stand_in: What ran at capture in place of the body: ``fake``, ``capture_stub``, or None for the body.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BreakOutputs:
         self.spec = spec
         self.leaves = leaves
         self.shared = shared
+        self.stand_in: str | None = None
         self._in_shared = frozenset(index for memory in shared for index, _ in memory.members)
         self._copies: dict[int, SettableCopy] = {}
 
@@ -234,10 +236,13 @@ class BreakOutputs:
         return bytes_of(first, origin, memory.target.numel())
 
     def _mismatch(self, what: str) -> BreakMismatchError:
+        cause, cure = "", "Make the result's structure and shapes depend on the capture size only, or capture again."
+        if self.stand_in is not None:
+            cause = f", where its {self.stand_in} ran in its place"
+            cure = f"Make {self.stand_in} return what the body returns; if it does, {cure[0].lower()}{cure[1:]}"
         return BreakMismatchError(
-            f"Break {self.mark_name!r} ({self.where}) returned something else than at capture: {what}. "
-            "The graph after it cannot take this; nothing was copied. "
-            "Make the result's structure and shapes depend on the capture size only, or capture again."
+            f"Break {self.mark_name!r} ({self.where}) returned something else than at capture{cause}: {what}. "
+            f"The graph after it cannot take this; nothing was copied. {cure}"
         )
 
 

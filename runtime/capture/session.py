@@ -205,9 +205,10 @@ class CaptureSession:
         frozen = FrozenArguments(args, kwargs, self.pool, self._is_borrowed)
         watch = ContainerWatch(args, kwargs)
         autocast = AutocastState.now(self.pool.device.torch_device.type)
+        stand_in, body = self._body_for(mark, where)
         with use_capture(None):
             placed = place_result(
-                self._body_for(mark, where)(*args, **kwargs),
+                body(*args, **kwargs),
                 mark_name=mark.name,
                 where=where,
                 pool=self.pool,
@@ -216,6 +217,7 @@ class CaptureSession:
                 device=self.pool.device.torch_device,
                 is_launched=self.is_launching,
             )
+        placed.outputs.stand_in = stand_in
         watch.check(mark.name, where)
         self._segments.append(
             EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs, autocast=autocast)
@@ -239,14 +241,14 @@ class CaptureSession:
             staged = placed.staged.pop()
             placed.outputs.use_copy(staged.leaf_index, self._graph.record_copy(staged.target, staged.source))
 
-    def _body_for(self, mark: MarkedFunction, where: str) -> Any:
-        """The marked function's stand-in while capturing, or its body where memory is real."""
+    def _body_for(self, mark: MarkedFunction, where: str) -> tuple[str | None, Callable[..., Any]]:
+        """The marked function's stand-in while capturing and what it is, or its body where memory is real."""
         if mark.capture_stub is not None:
-            return mark.capture_stub
+            return "capture_stub", mark.capture_stub
         if self.is_launching:
-            return mark.fn
+            return None, mark.fn
         if mark.fake is not None:
-            return mark.fake
+            return "fake", mark.fake
         raise CaptureError(
             f"Break {mark.name!r} ({where}) has neither capture_stub nor fake, and segments are not launched while "
             "capturing: its body would read memory that was never written. Give the mark a capture_stub "

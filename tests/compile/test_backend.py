@@ -165,9 +165,13 @@ def test_defaults() -> None:
         ({"piece_compiler": "fx", "inductor_config": {"max_autotune": True}}, "leave one of them out"),
         ({"piece_compiler": "fx", "cache_folder": "somewhere"}, "only what Inductor compiled is kept"),
         ({"inductor_config": {"triton.cudagraphs": True}}, "Capture has one owner"),
+        ({"fusions": [["join_linears"]]}, "Unknown fusion"),
+        ({"dump_folder": ""}, "dump_folder must be a path, got ''"),
+        ("fx", "must be a mapping of names to values"),
+        (["piece_compiler"], "must be a mapping of names to values"),
     ],
 )
-def test_options_that_cannot_be_met(options: dict[str, Any], what: str) -> None:
+def test_options_that_cannot_be_met(options: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         options_from(options)
 
@@ -182,6 +186,8 @@ def test_modes_are_refused() -> None:
     [
         ("inducter", ConfigError, "did you mean 'inductor'"),
         ("sgl_piecewise", ConfigError, "itself"),
+        ("FX", ConfigError, "did you mean 'fx'"),
+        ("cudagraphs", ConfigError, "Capture has one owner"),
     ],
 )
 def test_piece_compiler_that_does_not_exist(name: str, error: type[Exception], what: str) -> None:

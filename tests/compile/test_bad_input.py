@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sgl_piecewise.compiler.tracing_errors import explained_tracing_errors
 from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.runtime import torch_private_compiling
 from sgl_piecewise.runtime.errors import CompileError, ConfigError, MarkResultError
+from sgl_piecewise.runtime.mark_tracing import trace_marked_call
 
 from .support import compiled
 
@@ -48,7 +49,7 @@ def broken(piece: GraphModule, example_inputs: Sequence[Any]) -> Any:
 def test_piece_compiler_that_raises_keeps_its_cause_and_dumps_the_piece(tmp_path: Path) -> None:
     failed = r"failed on piece_0 \(KeyError: 'no such kernel'\)"
     with pytest.raises(CompileError, match=failed) as caught, explained_tracing_errors():
-        compiled(layered, piece_compiler=broken, dump_folder=str(tmp_path))(X)
+        compiled(layered, piece_compiler=broken, dump_folder=tmp_path)(X)
     assert isinstance(caught.value.__cause__, KeyError)
     folder = tmp_path / "trace_0" / "pieces"
     assert str(folder) in str(caught.value)
@@ -97,7 +98,7 @@ def test_dump_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         new_dump_folder(str(tmp_path / "file" / "below"))
-    with pytest.raises(ConfigError, match="must be a folder's name, got int"):
+    with pytest.raises(ConfigError, match="dump_folder must be a path, got 3"):
         options_from({"dump_folder": 3})
 
 
@@ -201,6 +202,49 @@ def test_fake_of_another_shape_is_told_with_both_sides() -> None:
     fn = compiled(lambda x: total(x) * 2, piece_compiler="fx")
     with pytest.raises(MarkResultError, match=r"total.*result: traced \(\(3,\).*now \(\(3, 1\)"):
         fn(X)
+
+
+def _prints(x: torch.Tensor) -> torch.Tensor:
+    print("fake")  # noqa: T201
+    return torch.empty_like(x)
+
+
+def _raises(x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("boom")
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["fullgraph", "parts"])
+@pytest.mark.parametrize(
+    ("fake", "reason"),
+    [
+        (_prints, "print"),
+        (_raises, "KeyError"),
+        (lambda: None, "Argument mismatch"),
+        (lambda x: x.sum().item(), "item|data-dependent"),
+    ],
+    ids=["prints", "raises", "signature", "value"],
+)
+def test_fake_that_cannot_be_traced_is_named(
+    fake: Callable[..., Any], reason: str, is_whole: bool
+) -> None:
+    """Without fullgraph a call whose trace Dynamo gave up in its middle went round until the stack was full."""
+    mark = eager_on_graph(fake=fake)(lambda x: x + float(x.max()))
+    fn = torch.compile(
+        lambda x: mark(x * 2), backend="sgl_piecewise", options={"piece_compiler": "fx"}, fullgraph=is_whole
+    )
+    with pytest.raises(CompileError, match=rf"Mark '.*<lambda>': its fake cannot be traced.*({reason})"):
+        fn(X)
+
+
+def test_marked_call_whose_trace_is_given_up_in_its_middle_runs_its_body_once_untraced() -> None:
+    calls = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.testing.assert_close(trace_marked_call(eager_on_graph(body), (X,), {}), X + 1)
+    assert calls == [False]
 
 
 # Piece compilers of others -----------------------------------------------------------------------

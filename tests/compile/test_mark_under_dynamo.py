@@ -338,7 +338,7 @@ def test_sizes_that_only_the_data_gives_may_stand_inside_a_body() -> None:
     [
         (torch.empty_like, lambda x: x[:2] * 1, r"result: traced \(\(3, 4\)"),
         (torch.empty_like, lambda x: x.double(), "float64"),
-        (torch.empty_like, lambda x: (x + 1, x), "result: traced a leaf, now tuple"),
+        (torch.empty_like, lambda x: (x + 1, x), "result: traced a single value, now tuple"),
         (lambda x: (torch.empty_like(x), 3), lambda x: (x + 1, 4), r"result\[1\]: traced 3, now 4"),
         (torch.empty_like, lambda x: x, "shares memory with an argument"),
         (lambda x: x, lambda x: x + 1, "traced tensor argument 0 itself"),

@@ -32,7 +32,7 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, str, st
     "none_to_tensor": (lambda t: None, lambda t: t * 2, "result", "None", "tensor"),
     "tensor_to_scalar": (lambda t: t * 2, lambda t: 2.0, "result", "tensor", "float"),
     "tuple_to_list": (lambda t: (t * 2,), lambda t: [t * 2], "result", "tuple", "list"),
-    "tuple_to_tensor": (lambda t: (t * 2,), lambda t: t * 2, "result", "tuple", "a leaf"),
+    "tuple_to_tensor": (lambda t: (t * 2,), lambda t: t * 2, "result", "tuple", "a single value"),
     "longer_list": (lambda t: [t * 2], lambda t: [t * 2, t], "result", "[0]", "[0, 1]"),
     "other_keys": (lambda t: {"a": t * 2}, lambda t: {"b": t * 2}, "result", "'a'", "'b'"),
     "int": (lambda t: (t * 2, 3), lambda t: (t * 2, 4), "result[1]", "3", "4"),
@@ -50,7 +50,7 @@ MISMATCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str, str, st
         lambda t: {"kv": [(t * 2, t + 1)]},
         lambda t: {"kv": [(t * 2, [t + 1])]},
         "result['kv'][0][1]",
-        "a leaf",
+        "a single value",
         "list",
     ),
     "views_parted": (
@@ -101,6 +101,17 @@ def test_other_result_at_replay_raises_and_copies_nothing(graph_device: GraphDev
     assert "nothing was copied" in message
     if kind != "argument_to_fresh":
         assert_equal(_boundaries(captured), before)
+
+
+@pytest.mark.parametrize("name", ["fake", "capture_stub"])
+def test_a_stand_in_that_lies_is_named_and_the_body_is_not_blamed(
+    graph_device: GraphDevice, name: str
+) -> None:
+    stand_in = {name: lambda t: t.new_empty(3)}
+    mark = eager_on_graph(**stand_in)(lambda t: t * 2)
+    captured = capture(lambda t: mark(t + 1) - 1, (ramp(graph_device, 4),), device=graph_device)
+    with pytest.raises(BreakMismatchError, match=rf"its {name} ran in its place.*Make {name} return what"):
+        captured(ramp(graph_device, 4))
 
 
 def test_replay_works_again_after_a_mismatch(graph_device: GraphDevice) -> None:
