@@ -142,7 +142,7 @@ def options_from(given: Mapping[str, Any] | None) -> CompileOptions:
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(
-            f"options of backend 'sgl_piecewise' must be a mapping of names to values, as in {{'piece_compiler': 'fx'}}, "
+            "options of backend 'sgl_piecewise' must be a mapping of names to values, as in {'piece_compiler': 'fx'}, "
             f"got {given!r}."
         )
     known = {option.name for option in dataclasses.fields(CompileOptions)}

@@ -200,7 +200,7 @@ def _artefacts_in(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _probe_host_once(folder: Path) -> None:
-    with span("probe the host's compiler", "kernel compile"), _artefacts_in(folder):
+    with span("probe the host's compiler", "host compiler probe"), _artefacts_in(folder):
         torch_private_cache.probe_host_compiler()
 
 

@@ -252,7 +252,11 @@ def _alone(spans: list[Span], outer: int) -> list[Span]:
 
 def _function_of(attributes: dict[str, Attribute]) -> str:
     name, file, line = (attributes.get(key) for key in ("co_name", "co_filename", "co_firstlineno"))
-    return f"{name} ({Path(str(file)).name}:{line})" if name else "unknown"
+    if not name:
+        return "unknown"
+    # What our entries compile is traced from a frame of theirs, which has the function's name and not its place.
+    is_entry = Path(str(file)).parent == Path(__file__).parent.parent / "compiler"
+    return str(name) if is_entry else f"{name} ({Path(str(file)).name}:{line})"
 
 
 def _pieces(spans: list[Span]) -> tuple[ProfiledPiece, ...]:

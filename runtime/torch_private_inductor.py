@@ -32,6 +32,7 @@ _MODULES = (
 )
 # And Dynamo in the middle of its first trace.
 _DYNAMO_MODULES = (
+    "torch._inductor.compiler_bisector",  # By `torch.compile` itself.
     "torch._dynamo.repro.after_dynamo",
     "torch._dynamo.dce_extra_outputs",
     "torch._export.db.logging",

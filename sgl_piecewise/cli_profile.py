@@ -33,7 +33,7 @@ from .console import (
     errors_as_messages,
     progress_bar,
 )
-from .profiling.build import DEFAULT_STRATEGY, ProfileRequest, profile_build
+from .profiling.build import DEFAULT_STRATEGY, ProfileRequest, cell_of, profile_build
 from .profiling.chrome_trace import chrome_trace
 from .profiling.cold_and_warm import profile_cold_and_warm
 from .profiling.page import profile_page
@@ -41,9 +41,12 @@ from .profiling.reading import read_profile
 from .profiling.table import print_profiles
 
 _MAX_KEY_DIGITS = 12
+# What `profile` takes with --read; everything else says how to build.
+_FOR_READING = ("read", "json", "html", "trace", "traceback", "cold_and_warm")
 
 
 def profile(
+    context: typer.Context,
     model: ModelName = DEFAULT_MODEL,
     strategy: Annotated[
         str,
@@ -93,6 +96,14 @@ def profile(
             raise ConfigError(
                 "--read shows profiles that there are, --cold-and-warm makes two: give one of them."
             )
+        if read:
+            _refuse_unread(context)
+        compiler = cell_of(strategy)[0]
+        if cache_folder is not None and compiler != "inductor":
+            raise ConfigError(
+                f"--cache-folder is given, but {strategy!r} keeps nothing on disk: only what Inductor compiled is "
+                "kept. Leave it out, or name a strategy such as tc_piecewise."
+            )
         torch_device = resolve_device(device)
         request = ProfileRequest(
             model=model,
@@ -113,11 +124,25 @@ def profile(
             profiles = {path.stem: read_profile(path) for path in read}
         elif cold_and_warm:
             with progress_bar() as on_progress:
-                profiles = profile_cold_and_warm(_arguments(request), cache_folder, on_progress)
+                profiles = profile_cold_and_warm(
+                    _arguments(request), cache_folder, on_progress, keeps_pieces=compiler == "inductor"
+                )
         else:
             profiles = {strategy: profile_build(request)}
         _write(profiles, json, html, trace)
         print_profiles(profiles, Console())
+
+
+def _refuse_unread(context: typer.Context) -> None:
+    """Raises ConfigError for what was given to say how to build, where nothing is built."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in _FOR_READING and source is not None and source.name == "COMMANDLINE":
+            given = "the model" if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"--read shows profiles that there are and builds nothing, so {given} would be ignored: leave one of "
+                "them out."
+            )
 
 
 def _arguments(request: ProfileRequest) -> list[str]:
@@ -159,6 +184,16 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Delete every compiled piece.")] = False,
 ) -> None:
     """Show the compiled pieces on disk, or delete them. Downloaded models are not touched."""
+    with errors_as_messages(False):
+        _show_cache(folder, clear)
+
+
+def _show_cache(folder: Path | None, clear: bool) -> None:
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"--folder {folder} is {'a file' if folder.exists() else 'not there'}; name the folder that "
+            "SGL_PIECEWISE_CACHE or the option cache_folder names."
+        )
     store = CompileCache(folder or default_cache_folder())
     pieces = store.pieces()
     num_bytes = sum(piece.num_bytes for piece in pieces)

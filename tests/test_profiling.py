@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sgl_piecewise import cli
+from sgl_piecewise.compiler import forward, layer_runner
 from sgl_piecewise.profiling.build import cell_of
 from sgl_piecewise.profiling.chrome_trace import chrome_trace
 from sgl_piecewise.profiling.groups import GROUPS
@@ -205,7 +206,7 @@ def test_the_command_writes_all_that_it_is_asked_for(tmp_path: Path, strategy: s
         (["--strategy", "inductr_piecewise"], "did you mean 'tc_piecewise'"),
         (["--html", "/no/such/folder/page.html"], "Make it first"),
         (["--capture-sizes", "8,4"], "ascend"),
-        (["--read", "/no/such/file"], "cannot be read"),
+        (["--strategy", "fx_piecewise", "--cache-folder", "x"], "only what Inductor compiled is kept"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_a_message(arguments: list[str], word: str) -> None:
@@ -213,6 +214,63 @@ def test_a_request_that_cannot_be_met_is_a_message(arguments: list[str], word: s
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.stderr
     assert word in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "cannot be read"),
+        (["tiny"], "the model would be ignored"),
+        (["--strategy", "full"], "--strategy would be ignored"),
+        (["--no-share-layers"], "--share-layers would be ignored"),
+    ],
+)
+def test_reading_takes_nothing_that_says_how_to_build(arguments: list[str], word: str) -> None:
+    result = invoke("profile", "--read", "/no/such/file", *arguments)
+    assert result.exit_code == 2, result.output
+    assert word in " ".join(result.stderr.split())
+
+
+def test_a_cache_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    """A folder misspelt looked like one that is empty."""
+    (tmp_path / "file").write_text("")
+    for name, word in (("file", "is a file"), ("nowhere", "is not there")):
+        for flags in ([], ["--clear"]):
+            result = invoke("cache", "--folder", str(tmp_path / name), *flags)
+            assert result.exit_code == 2, result.output
+            assert word in " ".join(result.stderr.split())
+
+
+def _span_of_trace(name: str, file: str) -> None:
+    with (
+        span("dynamo", CONTAINER, co_name=name, co_filename=file, co_firstlineno=7),
+        span("compile piece", "piece compiler", piece="piece_0"),
+    ):
+        pass
+
+
+def test_pieces_of_several_traces_say_which_and_no_place_of_ours_is_given_for_the_readers_code() -> None:
+    line = TimeLine()
+    with listen(line):
+        _span_of_trace("Decoder", forward.__file__)
+        _span_of_trace("Layer", layer_runner.__file__)
+        _span_of_trace("other", "/x/model.py")
+    line.finish()
+    labels = [row["label"] for row in rows_of(profile_of([line], {}))]
+    traces = ["Decoder", "Layer", "other (model.py:7)"]
+    assert labels == ["whole build", *traces, *(f"piece_0 of {one}" for one in traces)]
+
+
+def test_the_pages_table_has_the_order_of_a_build_whatever_profile_has_a_phase() -> None:
+    """What only the second one has stood after the unattributed."""
+    first, second = small_profile(), small_profile()
+    second = replace(second, phases_s={"cache load": 0.5, **second.phases_s})
+    page = profile_page({"cold": first, "warm": second})
+    found = re.search(r'"phases": (\[".*?\])', page)
+    assert found is not None
+    names = json.loads(found[1])
+    assert names[-1] == "unattributed"
+    assert names.index("cache load") < names.index("warm up")
 
 
 def test_profiles_that_there_are_can_be_shown_together(tmp_path: Path) -> None:

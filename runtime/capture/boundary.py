@@ -236,10 +236,15 @@ class BreakOutputs:
         return bytes_of(first, origin, memory.target.numel())
 
     def _mismatch(self, what: str) -> BreakMismatchError:
-        cause, cure = "", "Make the result's structure and shapes depend on the capture size only, or capture again."
+        cause, cure = (
+            "",
+            "Make the result's structure and shapes depend on the capture size only, or capture again.",
+        )
         if self.stand_in is not None:
             cause = f", where its {self.stand_in} ran in its place"
-            cure = f"Make {self.stand_in} return what the body returns; if it does, {cure[0].lower()}{cure[1:]}"
+            cure = (
+                f"Make {self.stand_in} return what the body returns; if it does, {cure[0].lower()}{cure[1:]}"
+            )
         return BreakMismatchError(
             f"Break {self.mark_name!r} ({self.where}) returned something else than at capture{cause}: {what}. "
             f"The graph after it cannot take this; nothing was copied. {cure}"

@@ -22,6 +22,8 @@ def profile_cold_and_warm(
     arguments: Sequence[str],
     cache_folder: Path | None = None,
     on_progress: ProgressCallback | None = None,
+    *,
+    keeps_pieces: bool = True,
 ) -> dict[str, BuildProfile]:
     """Runs ``sgl-piecewise profile`` twice, in turn.
 
@@ -29,6 +31,7 @@ def profile_cold_and_warm(
         arguments: The command's, without files to write.
         cache_folder: Must be empty or not exist, and stays; None makes one that is deleted afterwards.
         on_progress: Called with (phase, done, total).
+        keeps_pieces: Whether the strategy's compiler keeps pieces on disk, so that it takes a folder for them.
 
     Returns:
         The two profiles.
@@ -48,7 +51,8 @@ def profile_cold_and_warm(
         for index, title in enumerate((COLD, WARM)):
             report(f"{title} build", index, 2)
             file = Path(scratch) / f"{title}.json"
-            _run([*arguments, "--cache-folder", str(folder), "--json", str(file)], Path(scratch), title)
+            kept_in = ("--cache-folder", str(folder)) if keeps_pieces else ()
+            _run([*arguments, *kept_in, "--json", str(file)], Path(scratch), title)
             profiles[title] = read_profile(file)
         report("warm build", 2, 2)
     return profiles

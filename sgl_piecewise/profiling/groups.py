@@ -14,7 +14,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "cache": ("cache check", "cache load", "cache write"),
     "AOTAutograd": ("aot autograd",),
     "Inductor": ("graph passes of inductor", "inductor lowering", "inductor code generation"),
-    "kernels": ("kernel compile", "kernel load", "autotune"),
+    "kernels": ("host compiler probe", "kernel compile", "kernel load", "autotune"),
     "warm-up": ("static_inputs", "warm_up"),
     "capture": ("capture", "measure_memory", "learn_output_shapes", "wait_for_device"),
     "first replay": ("first_replay",),

@@ -46,6 +46,10 @@ def profile_page(profiles: Mapping[str, BuildProfile]) -> str:
     title = f"{first.facts.get('description', 'Build')}, {first.facts.get('strategy', '')}"
     data = {
         "groups": list(GROUPS),
+        "phases": [
+            *map(in_words, ordered({name: 0.0 for one in profiles.values() for name in one.phases_s})),
+            UNATTRIBUTED,
+        ],
         "is_emulated": first.facts.get("emulated") == "True",
         "profiles": [_shown(name, profile) for name, profile in profiles.items()],
     }
@@ -82,6 +86,7 @@ def rows_of(profile: BuildProfile) -> list[dict[str, Any]]:
     own = _own_intervals(spans, profile.total_s)
     rows = [_row("all", "whole build", "", {}, own)]
     traces = [index for index, one in enumerate(spans) if one.name == TRACE_SPAN]
+    functions = {index: one.function for index, one in zip(traces, profile.traces, strict=True)}
     for index, trace in zip(traces, profile.traces, strict=True):
         note = f"{counted(trace.num_pieces, 'piece')}, {trace.num_distinct_pieces} distinct"
         rows.append(_row("trace", trace.function, note, _details(spans[index]), _within(own, spans, index)))
@@ -94,7 +99,10 @@ def rows_of(profile: BuildProfile) -> list[dict[str, Any]]:
             "used": f"{piece.num_uses} times",
             "kernels": list(piece.kernels),
         }
-        rows.append(_row("piece", piece.piece, piece.cache, details, _within(own, spans, index)))
+        label = (
+            piece.piece if len(traces) < 2 else f"{piece.piece} of {functions[_trace_around(spans, index)]}"
+        )
+        rows.append(_row("piece", label, piece.cache, details, _within(own, spans, index)))
     for size in profile.sizes:
         inside = [
             index
@@ -107,6 +115,14 @@ def rows_of(profile: BuildProfile) -> list[dict[str, Any]]:
         details = {"warm-up": in_words_s(size.warm_up_s), "capture": in_words_s(size.capture_s), **replay}
         rows.append(_row("size", label, "", details, segments))
     return rows
+
+
+def _trace_around(spans: tuple[Span, ...], index: int) -> int:
+    around: int | None = index
+    while around is not None and spans[around].name != TRACE_SPAN:
+        around = spans[around].parent
+    assert around is not None, "a piece is compiled in a trace"
+    return around
 
 
 def _own_intervals(spans: tuple[Span, ...], total_s: float) -> list[_Interval]:

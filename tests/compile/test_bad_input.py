@@ -224,9 +224,7 @@ def _raises(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["prints", "raises", "signature", "value"],
 )
-def test_fake_that_cannot_be_traced_is_named(
-    fake: Callable[..., Any], reason: str, is_whole: bool
-) -> None:
+def test_fake_that_cannot_be_traced_is_named(fake: Callable[..., Any], reason: str, is_whole: bool) -> None:
     """Without fullgraph a call whose trace Dynamo gave up in its middle went round until the stack was full."""
     mark = eager_on_graph(fake=fake)(lambda x: x + float(x.max()))
     fn = torch.compile(
