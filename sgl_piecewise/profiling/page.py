@@ -96,7 +96,7 @@ def rows_of(profile: BuildProfile) -> list[dict[str, Any]]:
             "key": piece.key,
             "cache": piece.cache,
             "operators": piece.num_operators,
-            "used": f"{piece.num_uses} times",
+            "used": counted(piece.num_uses, "time"),
             "kernels": list(piece.kernels),
         }
         label = (
