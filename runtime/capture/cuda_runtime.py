@@ -90,7 +90,7 @@ class CudaRuntime:
             raise self.refusal(error, what)
 
     def refusal(self, error: int, what: str) -> ReplayError:
-        """Makes the error for a call that failed. CUDA forgets it: PyTorch would take it for that of its next kernel."""
+        """Makes the error for a failed call. CUDA forgets it: PyTorch would take it for that of its next kernel."""
         self.forget_error()
         name = (self.error_name(error) or b"unknown").decode()
         return ReplayError(

@@ -151,7 +151,9 @@ def test_ends_that_the_device_refuses_are_an_error_and_nothing_is_launched(graph
     assert not any(buffer.any() for buffer in captured.buffers)
 
 
-def test_a_refusal_names_what_was_to_be_done_and_leaves_nothing_for_the_next_kernel(graph_device: GraphDevice) -> None:
+def test_a_refusal_names_what_was_to_be_done_and_leaves_nothing_for_the_next_kernel(
+    graph_device: GraphDevice,
+) -> None:
     """CUDA keeps its last error until somebody asks for it, and PyTorch asks after its next launch."""
     captured = Captured(graph_device.new_pool(), (8, 4), sum_and_product)
     assert captured.plan is not None
