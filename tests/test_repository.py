@@ -287,6 +287,13 @@ def test_readme_example_is_short_and_runs(capsys: pytest.CaptureFixture[str]) ->
     assert "break clip_outliers" in description
 
 
+@pytest.mark.slow
+def test_all_of_the_readmes_python_is_one_program_that_runs() -> None:
+    """The lines that compile had no import and recorded autograd."""
+    program = "\n".join(python_blocks("README.md"))
+    exec(compile(program, "README.md", "exec"), {"__name__": "example"})  # noqa: S102
+
+
 @pytest.mark.usefixtures("fresh_torch_state")
 def test_examples_of_capture_semantics_do_what_they_say() -> None:
     """A statement that ends in ``# raises X`` raises X, every other one does not raise."""
