@@ -112,6 +112,10 @@ _Plan = tuple[tree.Spec, list[ResultLeaf]]
 _PLANS: weakref.WeakKeyDictionary[Any, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
 
 
+# By the symbols of a trace: names and reasons of layers that are no nodes in it.
+_TOLD: weakref.WeakKeyDictionary[Any, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+
+
 def _trace(tx: Any, layer_variable: Any, args: Any, kwargs: Any) -> Any:
     """Handles a traced call of `call_as_node`; returns the variable of its result."""
     layer = dynamo.real_object(tx, layer_variable)
@@ -119,9 +123,20 @@ def _trace(tx: Any, layer_variable: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = _trace_as_node(tx, layer, layer_variable.source, args, kwargs)
     except dynamo.TracingError as err:
-        _logger.warning("Layer %s is traced where it stands, not once for all equal ones: %s", name, err)
+        _warn_once_a_trace(tx, name, str(err))
         return dynamo.tuple_of([dynamo.constant(False), dynamo.constant(None)])
     return dynamo.tuple_of([dynamo.constant(True), result])
+
+
+def _warn_once_a_trace(tx: Any, name: str, reason: str) -> None:
+    """Says why a layer is no node: once for equal ones, in words of layers where the reason speaks of marks."""
+    told = _TOLD.setdefault(tx.fake_mode.shape_env, set())
+    if (name, reason) in told:
+        return
+    told.add((name, reason))
+    reason = reason.removeprefix(f"Mark {name!r}: ").replace(f"Mark {name!r}", "it")
+    reason = reason.replace("the marked function", "the layer").replace("a marked call", "such a call")
+    _logger.warning("Layer %s is traced where it stands, not once for all equal ones: %s", name, reason)
 
 
 def _trace_as_node(tx: Any, layer: torch.nn.Module, source: Any, args: Any, kwargs: Any) -> Any:

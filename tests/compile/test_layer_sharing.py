@@ -476,3 +476,42 @@ def test_untraceable_line_is_named_with_what_to_do() -> None:
         CompileError, match=r"(?s)cannot be compiled in one trace.*x\.sum\(\) > 0.*@eager_on_graph"
     ):
         compiled(nn.Sequential(Branching()))
+
+
+class _TakesAnObject(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, kept: object) -> torch.Tensor:
+        return self.linear(x)
+
+
+class _MakesAnObject(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_TakesAnObject() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = _Made()
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x
+
+
+class _Made:
+    pass
+
+
+def test_why_equal_layers_are_not_shared_is_said_once_and_of_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """A model of 32 layers gave 32 warnings, which called its layers marks."""
+    model, x = _MakesAnObject(), torch.ones(3, 2)
+    with torch.inference_mode(), caplog.at_level(logging.WARNING, logger="sgl_piecewise.compiler"):
+        want = model(x)
+        prepared = compile_layers_once(model)
+        fn = torch.compile(prepared, backend="sgl_piecewise", options={"piece_compiler": "fx"})
+        torch.testing.assert_close(fn(x), want)
+    told = [one.getMessage() for one in caplog.records if "traced where it stands" in one.getMessage()]
+    assert len(told) == 1
+    assert "argument kept is a _Made" in told[0] or "argument 1 is a _Made" in told[0]
+    assert "mark" not in told[0].lower()
