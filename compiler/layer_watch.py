@@ -2,7 +2,8 @@
 
 The guards of the forward around shared layers do not look into them, and those of a layer are asked where it is
 run. So what could make a layer run otherwise is looked at here: guards of its traces, where the tensors lie that
-these read, and integers that no guard compares since the traces take them as inputs. This module must not know what is done about a change.
+these read, and integers that no guard compares since the traces take them as inputs. This module must not know
+what is done about a change.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def tensor_sources(graph: torch.fx.Graph) -> list[str]:
 
 
 def number_sources(graph: torch.fx.Graph) -> list[str]:
-    """Returns the same for integers that are inputs of the trace, whatever they are: sizes of tensors are among them."""
+    """Returns the same for integers that are inputs of the trace; sizes of tensors are among them."""
     return _sources(graph, (int, torch.SymInt))
 
 
