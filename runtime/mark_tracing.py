@@ -160,7 +160,7 @@ class TracedCall:
             return tree.LEAF
         kind = dynamo.python_type(variable)
         if issubclass(kind, (tuple, list)) and (
-            variable.source is None or kind in (tuple, list) or _is_named(kind)
+            variable.source is None or kind in (tuple, list, torch.Size) or _is_named(kind)
         ):
             children = dynamo.list_of(tx, variable)
             return self._add_container(kind, range(len(children)), children, path)
@@ -170,7 +170,7 @@ class TracedCall:
         if variable.source is not None and not dynamo.is_constant(variable):
             value = dynamo.real_object(tx, variable)
             self._refuse_changed(variable, path)
-            return self._add_object(value, variable.source)
+            return self._add_object(value, dynamo.source_of(variable))
         if dataclasses.is_dataclass(kind):
             names = [field.name for field in dataclasses.fields(kind)]
             return self._add_container(
