@@ -39,6 +39,7 @@ def test_calls_take_turns_and_each_is_called_once_before() -> None:
 def test_a_gap_is_the_part_of_a_call_without_the_device() -> None:
     found = busy_part([(18.0, 20.0), (12.0, 16.0), (13.0, 15.0), (15.0, 17.0)])
     assert found == pytest.approx(7 / 8)
+    assert busy_part([]) == 0
     assert Gap(wall_s=2.0, device_s=1.5, busy_part=0.8).gap == pytest.approx(0.4)
     assert measure_gap(lambda: None, CPU, 1) is None
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from ..errors import ReplayError
-from .device import DEVICE_TO_DEVICE, EndsSetter, SettableCopy
+from .device import DEVICE_TO_DEVICE, EndsSetter, GraphDevice, SettableCopy
 from .extents import bytes_of
 from .session import CaptureSession
+
+SETTING_ENDS = "set where a copy of an input or an output reads and writes"
+"""What a device was to do that did not take ends, for `GraphDevice.refusal`."""
 
 
 class CopiesIn:
@@ -36,9 +38,11 @@ class CopiesIn:
         targets = [_bytes(buffer) for _, buffer in buffers]
         self._ends = [(target, torch.empty_like(target)) for target in targets]
         self._copies: list[SettableCopy] = []
+        self._device: GraphDevice | None = None
 
     def record(self, session: CaptureSession) -> None:
         """Records the copies; nothing was captured in the session yet."""
+        self._device = session.pool.device
         self._copies = [session.record_copy(*ends) for ends in self._ends]
         self._ends.clear()
 
@@ -52,7 +56,8 @@ class CopiesIn:
         if setters is None:
             return self._slow_setter()
         plan = [(*buffer, set_ends) for buffer, set_ends in zip(self._buffers, setters, strict=True)]
-        sources = [0] * len(plan)
+        sources, device = [0] * len(plan), self._device
+        assert device is not None, "recorded"
 
         def set_sources(args: Sequence[Any]) -> list[torch.Tensor]:
             held = []
@@ -64,8 +69,8 @@ class CopiesIn:
                 source = value.data_ptr()
                 if source != sources[index]:  # Inputs often lie where they lay before.
                     sources[index] = 0
-                    if set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
-                        raise refused()
+                    if error := set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
+                        raise device.refusal(error, SETTING_ENDS)
                     sources[index] = source
             return held
 
@@ -123,14 +128,6 @@ class CopiesOut:
 def in_order(value: torch.Tensor) -> torch.Tensor:
     """Returns a copy whose bytes are the tensor's values in order."""
     return value.resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-def refused() -> ReplayError:
-    """Makes the error for ends that the device did not take."""
-    return ReplayError(
-        "CUDA refused to set where a copy of an input or an output reads and writes. CUDA reports errors late: run "
-        "again with CUDA_LAUNCH_BLOCKING=1, or options={'capture': 'none'}, to see which work failed."
-    )
 
 
 def _ends_setters(copies: Sequence[SettableCopy]) -> list[EndsSetter] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .call_copies import CopiesIn, CopiesOut, in_order, refused
+from .call_copies import SETTING_ENDS, CopiesIn, CopiesOut, in_order
 from .device import DEVICE_TO_DEVICE, EndsSetter
 from .flat_inputs import FlatInputs
 from .flat_outputs import FlatOutputs
@@ -142,8 +142,8 @@ def _replay_of(
                     target = copies[index].data_ptr()
                     if target != last_targets[index]:
                         last_targets[index] = 0
-                        if set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
-                            raise refused()
+                        if error := set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
+                            raise pool.device.refusal(error, SETTING_ENDS)
                         last_targets[index] = target
             try:
                 launch()
@@ -204,13 +204,13 @@ def _replay_of_one(
             source, target = value.data_ptr(), output.data_ptr()
             if source != last_source:  # Tensors often lie where others lay in the call before.
                 last_source = 0
-                if set_in(buffer, source, in_bytes, DEVICE_TO_DEVICE):
-                    raise refused()
+                if error := set_in(buffer, source, in_bytes, DEVICE_TO_DEVICE):
+                    raise pool.device.refusal(error, SETTING_ENDS)
                 last_source = source
             if target != last_target:
                 last_target = 0
-                if set_out(target, recorded, out_bytes, DEVICE_TO_DEVICE):
-                    raise refused()
+                if error := set_out(target, recorded, out_bytes, DEVICE_TO_DEVICE):
+                    raise pool.device.refusal(error, SETTING_ENDS)
                 last_target = target
             launch()
             counts.num_replays += 1

@@ -22,6 +22,7 @@ from ..errors import (
     CaptureForbiddenError,
     ConfigError,
     DeviceUnavailableError,
+    ReplayError,
     UnjoinedStreamError,
 )
 from . import cuda_runtime
@@ -324,6 +325,10 @@ class CudaDevice(GraphDevice):
             "Usual causes are a host sync (.item(), .cpu(), a shape that depends on data) or a copy from pageable "
             "host memory. Put the call into a function marked @eager_on_graph, or do it before the forward."
         )
+
+    def refusal(self, error: int, what: str) -> ReplayError:
+        runtime = cuda_runtime.load()
+        return super().refusal(error, what) if runtime is None else runtime.refusal(error, what)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

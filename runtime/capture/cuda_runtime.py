@@ -87,12 +87,17 @@ class CudaRuntime:
             ReplayError: Names the call and CUDA's error.
         """
         if error:
-            self.forget_error()  # PyTorch would take it for that of its next kernel.
-            name = (self.error_name(error) or b"unknown").decode()
-            raise ReplayError(
-                f"CUDA refused to {what}: {name} (error {error}). CUDA reports errors late: run again with "
-                "CUDA_LAUNCH_BLOCKING=1 or debug=True to see which work failed."
-            )
+            raise self.refusal(error, what)
+
+    def refusal(self, error: int, what: str) -> ReplayError:
+        """Makes the error for a failed call. CUDA forgets it: PyTorch would take it for that of its next kernel."""
+        self.forget_error()
+        name = (self.error_name(error) or b"unknown").decode()
+        return ReplayError(
+            f"CUDA refused to {what}: {name} (error {error}). CUDA reports errors late: to see which work failed, run "
+            "again with CUDA_LAUNCH_BLOCKING=1, or without graphs (capture(debug=True), or options={'capture': 'none'} "
+            "of torch.compile)."
+        )
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
+from ..errors import CaptureError, ReplayError
 from .pool_model import PoolModel
 
 
@@ -295,6 +295,15 @@ class GraphDevice(abc.ABC):
             The error to raise from ``error``, or None where ``error`` says enough.
         """
         return None
+
+    def refusal(self, error: int, what: str) -> ReplayError:
+        """Makes the error for a call that the device did not take; it leaves nothing behind for the next call.
+
+        Args:
+            error: What the call returned, for example an `EndsSetter`.
+            what: What it was to do, completing "refused to ...".
+        """
+        return ReplayError(f"The {self.name} device refused to {what} (error {error}).")
 
     @abc.abstractmethod
     def synchronize(self) -> None:

@@ -149,3 +149,21 @@ def test_ends_that_the_device_refuses_are_an_error_and_nothing_is_launched(graph
     with pytest.raises(ReplayError, match="refused to set where a copy"):
         captured(x, x)
     assert not any(buffer.any() for buffer in captured.buffers)
+
+
+def test_a_refusal_names_what_was_to_be_done_and_leaves_nothing_for_the_next_kernel(
+    graph_device: GraphDevice,
+) -> None:
+    """CUDA keeps its last error until somebody asks for it, and PyTorch asks after its next launch."""
+    captured = Captured(graph_device.new_pool(), (8, 4), sum_and_product)
+    assert captured.plan is not None
+    source, num_bytes, set_ends = captured.plan[0]
+    result = torch.empty(8, 4, device=graph_device.torch_device)
+    host_to_host = 0
+    error = set_ends(result.data_ptr(), source, num_bytes, host_to_host)
+    assert error
+    refusal = graph_device.refusal(error, "set the ends of a copy")
+    assert "refused to set the ends of a copy" in str(refusal)
+    assert f"error {error}" in str(refusal)
+    x = torch.randn(8, 4, device=graph_device.torch_device)
+    assert torch.equal(captured(x, x)[0], x + x)

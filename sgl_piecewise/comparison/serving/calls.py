@@ -118,8 +118,13 @@ def measure_gap(call: Call, device: torch.device, num_rounds: int) -> Gap | None
 
 
 def busy_part(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the part of the time from the first begin to the last end that is in a span; spans may overlap."""
+    """Returns the part of the time from the first begin to the last end that is in a span; spans may overlap.
+
+    A call that launched nothing left the device idle: 0.
+    """
     ordered = sorted(spans)
+    if not ordered:
+        return 0.0
     begin = end = ordered[0][0]
     busy = 0.0
     for start, stop in ordered:
