@@ -283,6 +283,12 @@ class Results:
     def _add_leaf(self, leaf: Any) -> None:
         mark = self._call.callee
         if not isinstance(leaf, torch.Tensor):
+            if torch_private_sizes.free_symbols(leaf):
+                raise dynamo.TracingError(
+                    f"Mark {mark.name!r} returns a number that follows from a size which varies ({leaf}), and a scalar "
+                    "result is a constant to compiled code. Take it from a tensor's shape outside the marked function, "
+                    "or compile with dynamic=False."
+                )
             if not isinstance(leaf, _BAKED):
                 raise dynamo.TracingError(
                     f"Mark {mark.name!r} returns a {type(leaf).__name__}. A marked function may return tensors, None, "
