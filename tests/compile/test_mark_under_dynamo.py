@@ -427,8 +427,10 @@ def test_size_among_the_results_is_refused_where_sizes_vary(of_shape: Callable[[
     def with_size(x: torch.Tensor) -> Any:
         return x * 2, of_shape(x)
 
-    compiled = torch.compile(
-        lambda x: with_size(x), backend="sgl_piecewise", dynamic=True, options={"piece_compiler": "fx"}
-    )
+    def forward(x: torch.Tensor) -> Any:
+        return with_size(x + 1)
+
+    options = {"piece_compiler": "fx"}
+    compiled = torch.compile(forward, backend="sgl_piecewise", dynamic=True, options=options)
     with pytest.raises(CompileError, match=r"follows from a size .* outside the marked function"):
         compiled(torch.randn(3, 4))
