@@ -1,8 +1,9 @@
 """Whether a shared layer is still what a recording holds of it: asked at every call, since a replay runs no Python.
 
 The guards of the forward around shared layers do not look into them, and those of a layer are asked where it is
-run. So what could make a layer run otherwise is looked at here: guards of its traces, and where the tensors lie that
-these read. This module must not know what is done about a change.
+run. So what could make a layer run otherwise is looked at here: guards of its traces, where the tensors lie that
+these read, and integers that no guard compares since the traces take them as inputs. This module must not know
+what is done about a change.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RecordedLayer:
 
 
 class _RecordedTrace:
-    """One trace of a layer, and the tensors that it read.
+    """One trace of a layer, and the tensors and numbers that it read.
 
     Sizes of one recording stand for those of all: how a layer's own tensors are is guarded on by itself.
     """
@@ -64,21 +65,23 @@ class _RecordedTrace:
     ) -> None:
         self._entry = entry
         self._stand_ins = _StandIns(arguments)
-        self._arguments = tuple(arguments)
-        self._read = entry.tensor_reader({**values, **self._stand_ins.objects()})
+        known = {**values, **self._stand_ins.objects()}
+        self._read, self._read_numbers = entry.tensor_reader(known), entry.number_reader(known)
+        self._numbers: list[int] = self._read_numbers({**values, **arguments})
         self._addresses: list[int | None] = [one.data_ptr() for one in self._read({**values, **arguments})]
         self._places = list(range(len(self._addresses)))
         self._lie_at = torch_private.address_check()
 
     @functools.cached_property
     def _holds(self) -> Callable[[dict[str, Any]], bool]:
-        return self._entry.check_without(self._arguments)
+        return self._entry.check_without(self._stand_ins.tensor_sources)
 
     def is_implied_by(self, other: _RecordedTrace) -> bool:
         """Tells whether this is unchanged whenever the other is."""
         return (
             self._entry is other._entry
             and self._addresses == other._addresses
+            and self._numbers == other._numbers
             and self._stand_ins.object_ids == other._stand_ins.object_ids
         )
 
@@ -87,9 +90,11 @@ class _RecordedTrace:
         if not self._holds(found):
             return False
         try:
-            return self._lie_at(self._read(found), self._addresses, self._places)
+            return self._read_numbers(found) == self._numbers and self._lie_at(
+                self._read(found), self._addresses, self._places
+            )
         except (AttributeError, LookupError, TypeError, RuntimeError):
-            return False  # An object among the arguments, which no guard is asked about, holds no tensor there now.
+            return False  # No guard says that it is there: what was read with a tensor was not found again.
 
 
 class _StandIns:
@@ -100,14 +105,22 @@ class _StandIns:
 
     Attributes:
         object_ids: Identities of the objects among them, which are not held.
+        tensor_sources: Where the tensors among them lie, as Dynamo writes it.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         leaves, self._spec = tree.flatten(arguments)
-        self._leaves = [_form(leaf) for leaf in leaves]
+        forms = {id(leaf): _form(leaf) for leaf in leaves}
+        self._leaves = [forms[id(leaf)] for leaf in leaves]
         self.object_ids = [
             id(leaf) for leaf, form in zip(leaves, self._leaves, strict=True) if isinstance(form, weakref.ref)
         ]
+        self.tensor_sources = tuple(
+            path
+            for paths in (tree.paths(self._spec, "L"), tree.paths(self._spec, "L", by_field=True))
+            for path, form in zip(paths, self._leaves, strict=True)
+            if isinstance(form, _Form)
+        )
         self._made: dict[str, Any] | None = None
 
     def objects(self) -> dict[str, Any]:
@@ -124,14 +137,16 @@ class _StandIns:
         """Returns them; not while something is captured, since they are made when first asked for."""
         if self._made is not None:
             return self._made
-        self._leaves = [leaf.make() if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
+        # A tensor that was given twice is one again: guards look at that too.
+        tensors = {leaf: leaf.make() for leaf in self._leaves if isinstance(leaf, _Form)}
+        self._leaves = [tensors[leaf] if isinstance(leaf, _Form) else leaf for leaf in self._leaves]
         made = self._with_objects(self._leaves)
         if not self.object_ids:  # Kept, it would hold them.
             self._made = made
         return made
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Form:
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -106,6 +106,14 @@ class CompileState:
             self.epoch += 1
 
 
+@dataclass
+class _InputSources:
+    """Where the latest trace of a function found its inputs, as Dynamo writes it."""
+
+    tensors: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+
 class TracedFunction:
     """One function and what Dynamo made of it.
 
@@ -135,10 +143,10 @@ class TracedFunction:
         self._parameters = tuple(inspect.signature(function).parameters)
         held: list[list[Callable[..., Any]]] = []
         self.python_effects: list[str] = []
-        self._tensor_sources: list[str] = []  # Of the latest trace.
+        self._sources = _InputSources()
         self._compiled = torch.compile(
             self._function,
-            backend=_counted(backend, state, is_layer, held, self.python_effects, self._tensor_sources),
+            backend=_counted(backend, state, is_layer, held, self.python_effects, self._sources),
             fullgraph=True,
         )
         weakref.finalize(self, _release, self._function.__code__, held)
@@ -222,7 +230,8 @@ class TracedFunction:
                 self._entries = torch_private_entries.compiled_entries(self._function, known)
                 for entry in self._entries:
                     if entry not in known:
-                        entry.tensor_sources = tuple(self._tensor_sources)
+                        entry.tensor_sources = self._sources.tensors
+                        entry.number_sources = self._sources.numbers
                 self._warn_of_many(values)
 
     def why_none_fits(self, values: tuple[Any, ...]) -> str:
@@ -282,7 +291,7 @@ def _counted(
     is_layer: bool,
     held: list[list[Callable[..., Any]]],
     python_effects: list[str],
-    tensor_sources: list[str],
+    sources: _InputSources,
 ) -> Backend:
     """Returns a backend that counts its traces, tells the clock what the time goes into, and notes what it made."""
 
@@ -292,7 +301,8 @@ def _counted(
         else:
             state.counts.num_traces += 1
         python_effects.extend(torch_private_entries.python_effects())
-        tensor_sources[:] = torch_private_entries.tensor_sources(gm.graph)
+        sources.tensors = tuple(torch_private_entries.tensor_sources(gm.graph))
+        sources.numbers = tuple(torch_private_entries.number_sources(gm.graph))
         with state.clock.phase(COMPILE_PIECES):
             forward = [backend(gm, example_inputs)]
         held.append(forward)

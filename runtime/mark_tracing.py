@@ -176,7 +176,7 @@ class TracedCall:
             return tree.LEAF
         kind = dynamo.python_type(variable)
         if issubclass(kind, (tuple, list)) and (
-            variable.source is None or kind in (tuple, list) or _is_named(kind)
+            variable.source is None or kind in (tuple, list, torch.Size) or _is_named(kind)
         ):
             children = dynamo.list_of(tx, variable)
             return self._add_container(kind, range(len(children)), children, path)
@@ -186,7 +186,7 @@ class TracedCall:
         if variable.source is not None and not dynamo.is_constant(variable):
             value = dynamo.real_object(tx, variable)
             self._refuse_changed(variable, path)
-            return self._add_object(value, variable.source)
+            return self._add_object(value, dynamo.source_of(variable))
         if dataclasses.is_dataclass(kind):
             names = [field.name for field in dataclasses.fields(kind)]
             return self._add_container(
@@ -299,6 +299,12 @@ class Results:
     def _add_leaf(self, leaf: Any) -> None:
         mark = self._call.callee
         if not isinstance(leaf, torch.Tensor):
+            if torch_private_sizes.free_symbols(leaf):
+                raise dynamo.TracingError(
+                    f"Mark {mark.name!r} returns a number that follows from a size which varies ({leaf}), and a scalar "
+                    "result is a constant to compiled code. Take it from a tensor's shape outside the marked function, "
+                    "or compile with dynamic=False."
+                )
             if not isinstance(leaf, _BAKED):
                 raise dynamo.TracingError(
                     f"Mark {mark.name!r} returns a {type(leaf).__name__}. A marked function may return tensors, None, "

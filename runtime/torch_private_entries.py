@@ -28,8 +28,8 @@ _NO_LIMIT = 1 << 30
 TRACING_FAILURES: tuple[type[Exception], ...] = (exc.TorchDynamoException, ConstraintViolationError)
 """What Dynamo raises where it cannot trace; never what traced code raises when it runs."""
 
-TensorReader = Callable[[dict[str, Any]], list[torch.Tensor]]
-"""Lists tensors that lie somewhere in a function's arguments, which it takes by name."""
+Reader = Callable[[dict[str, Any]], list[Any]]
+"""Lists what lies somewhere in a function's arguments, which it takes by name."""
 
 
 class CompiledEntry:
@@ -41,13 +41,15 @@ class CompiledEntry:
     Attributes:
         run: The code; for arguments that the guards hold for.
         tensor_sources: As the function of this name gave them inside the backend; empty until somebody sets it.
+        number_sources: Likewise.
     """
 
     def __init__(self, entry: Any, original: types.FunctionType) -> None:
         self._guards = entry.guard_manager
         self._globals = original.__globals__
-        self._readers: dict[tuple[str, ...], TensorReader] = {}
+        self._readers: dict[tuple[str, ...], Reader] = {}
         self.tensor_sources: tuple[str, ...] = ()
+        self.number_sources: tuple[str, ...] = ()
         self.run: Callable[..., Any] = types.FunctionType(
             entry.code, original.__globals__, original.__name__, None, original.__closure__
         )
@@ -58,14 +60,16 @@ class CompiledEntry:
         # Dynamo was reset.
         return self._guards.cache_entry is not None and bool(self._guards.check(values))
 
-    def check_without(self, parameters: Sequence[str]) -> Callable[[dict[str, Any]], bool]:
-        """Returns a function that tells whether the guards hold that are not about some parameters.
+    def check_without(self, sources: Sequence[str]) -> Callable[[dict[str, Any]], bool]:
+        """Returns a function that tells whether the guards hold that are not about some arguments.
 
-        It takes what the parameters are, by name. Guards of modes and other settings of the process are among them,
+        It takes all arguments by name. Guards of modes and other settings of the process are among those asked,
         and those that compare sizes, of whatever: PyTorch has them in one function. Relies on each guard's text
         naming what it looks at.
+
+        Args:
+            sources: Where what is not looked at lies, as Dynamo writes it: ``L['args'][0]``.
         """
-        sources = [f"L['{name}']" for name in parameters]
         kept = self._guards.root.clone_manager(
             lambda manager: not any(source in manager.get_source() for source in sources)
         )
@@ -76,13 +80,20 @@ class CompiledEntry:
         """Tells whether both are of one compile: each look at what Dynamo keeps makes new objects of this class."""
         return self._guards is other._guards
 
-    def tensor_reader(self, values: dict[str, Any]) -> TensorReader:
+    def tensor_reader(self, values: dict[str, Any]) -> Reader:
         """Returns what lists the tensors that the code reads of given arguments, as it would find them when asked.
 
         Args:
             values: Arguments by parameter name. What cannot be found in these is left out.
         """
-        found = tuple(one for one in self.tensor_sources if _is_tensor_at(one, values, self._globals))
+        return self._reader(self.tensor_sources, torch.Tensor, values)
+
+    def number_reader(self, values: dict[str, Any]) -> Reader:
+        """Returns the same for integers that the code takes as inputs, which no guard compares."""
+        return self._reader(self.number_sources, int, values)
+
+    def _reader(self, sources: tuple[str, ...], kind: type, values: dict[str, Any]) -> Reader:
+        found = tuple(one for one in sources if _is_at(one, kind, values, self._globals))
         if found not in self._readers:
             self._readers[found] = eval(f"lambda L: [{', '.join(found)}]", {"G": self._globals})
         return self._readers[found]
@@ -93,9 +104,9 @@ class CompiledEntry:
         return "; ".join(str(part) for part in info.verbose_code_parts) if not info.result else ""
 
 
-def _is_tensor_at(source: str, values: dict[str, Any], names: dict[str, Any]) -> bool:
+def _is_at(source: str, kind: type, values: dict[str, Any], names: dict[str, Any]) -> bool:
     try:
-        return isinstance(eval(source, {"L": values, "G": names}), torch.Tensor)
+        return isinstance(eval(source, {"L": values, "G": names}), kind)
     except (AttributeError, LookupError, NameError, TypeError):
         return False
 
@@ -225,9 +236,18 @@ def tensor_sources(graph: torch.fx.Graph) -> list[str]:
     Each is Python over ``L``, the traced function's arguments by name, and ``G``, its globals; a few need names that
     only Dynamo has. Relies on what Dynamo keeps of each input until the compile is done.
     """
+    return _sources(graph, torch.Tensor)
+
+
+def number_sources(graph: torch.fx.Graph) -> list[str]:
+    """Returns the same for integers that are inputs of the trace; sizes of tensors are among them."""
+    return _sources(graph, (int, torch.SymInt))
+
+
+def _sources(graph: torch.fx.Graph, kind: Any) -> list[str]:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    tensors = [node for node in inputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
-    arguments = [node.meta.get("grapharg") for node in tensors]
+    chosen = [node for node in inputs if isinstance(node.meta.get("example_value"), kind)]
+    arguments = [node.meta.get("grapharg") for node in chosen]
     sources = [one.source.name for one in arguments if one is not None and not one.pass_arg_as_tensor]
     return [source() if callable(source) else source for source in sources]  # Older versions have a method.
 

@@ -18,7 +18,13 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import LazyProxy
-from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource, TensorPropertySource
+from torch._dynamo.source import (
+    AttrSource,
+    ChainedSource,
+    GlobalSource,
+    TensorPropertySource,
+    WeakRefCallSource,
+)
 from torch._dynamo.utils import preserve_rng_state
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import GraphArg, VariableBuilder, wrap_fx_proxy
@@ -27,7 +33,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
@@ -196,8 +202,8 @@ def guard_on_identity(source: Any) -> None:
 
 
 def is_tensor_variable(variable: Any) -> bool:
-    """Tells whether a variable is a tensor of the graph."""
-    return isinstance(variable, TensorVariable)
+    """Tells whether a variable is a tensor; an array of NumPy's, for which a graph has a tensor too, is none."""
+    return isinstance(variable, TensorVariable) and not isinstance(variable, NumpyNdarrayVariable)
 
 
 def symbolic_int(variable: Any) -> torch.SymInt | None:
@@ -229,7 +235,29 @@ def real_object(tx: Any, variable: Any) -> Any:
         return variable.value
     if isinstance(variable, UserFunctionVariable):
         return variable.get_function()
-    return variable.as_python_constant()
+    try:
+        return variable.as_python_constant()
+    except NotImplementedError:
+        # It is made of what is no constant, such as a range or a partial call of numbers that vary.
+        return _value_at(tx, source_of(variable))
+
+
+def source_of(variable: Any) -> Any:
+    """Returns where the traced function finds the object behind a variable, or None.
+
+    Dynamo has for a weak reference where it finds what that refers to.
+    """
+    source = variable.source
+    return source.base if isinstance(source, WeakRefCallSource) else source
+
+
+def _value_at(tx: Any, source: Any) -> Any:
+    """Returns what lies at a source when the traced function begins; relies on a source's name being Python."""
+    name = source.name() if callable(source.name) else source.name  # Older versions have a method.
+    try:
+        return eval(name, {"L": tx.output.local_scope, "G": tx.output.global_scope})
+    except (AttributeError, LookupError, NameError, SyntaxError, TypeError) as err:
+        raise NotImplementedError(f"nothing is found at {name}") from err
 
 
 def traced_attribute(tx: Any, owner: Any, name: str, source: Any) -> Any:

@@ -140,17 +140,25 @@ def _rebuild_dataclass(kind: Any, values: dict[str, Any]) -> Any:
     return instance
 
 
-def paths(spec: Spec, root: str) -> list[str]:
-    """Names every leaf, for example ``result.kv[0]``, in the order of ``flatten``."""
-    return list(_walk_paths(spec, root))
+def paths(spec: Spec, root: str, *, by_field: bool = False) -> list[str]:
+    """Names every leaf, for example ``result.kv[0]``, in the order of ``flatten``.
+
+    Args:
+        spec: The structure.
+        root: What the value is called.
+        by_field: Whether items of named tuples are called by their names and not by their places.
+    """
+    return list(_walk_paths(spec, root, by_field))
 
 
-def _walk_paths(spec: Spec, path: str) -> Iterator[str]:
+def _walk_paths(spec: Spec, path: str, by_field: bool) -> Iterator[str]:
     if spec.kind is None:
         yield path
         return
+    fields = getattr(spec.kind, "_fields", None) if by_field and issubclass(spec.kind, tuple) else None
     for key, child in zip(spec.keys, spec.children, strict=True):
-        yield from _walk_paths(child, _join(spec, path, key))
+        joined = _join(spec, path, key) if fields is None else f"{path}.{fields[key]}"
+        yield from _walk_paths(child, joined, by_field)
 
 
 def _join(spec: Spec, path: str, key: Any) -> str:

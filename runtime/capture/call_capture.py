@@ -74,9 +74,11 @@ def _run_padded(
     forward: Forward, inputs: FlatInputs, args: tuple[Any, ...], padding: CallPadding | None
 ) -> Sequence[Any]:
     """Runs the forward at a capture size, on the buffers that it will be recorded with."""
-    outputs = list(forward(*inputs.views))
-    if inputs.has_written:
-        inputs.copy_back(args, frozenset())
+    try:
+        outputs = list(forward(*inputs.views))
+    finally:
+        if inputs.has_written:
+            inputs.copy_back(args, frozenset())
     plan_for = partial(
         FlatOutputs, outputs, inputs.views, owns=lambda _: True, is_copied=True, padding=padding
     )

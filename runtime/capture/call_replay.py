@@ -19,6 +19,7 @@ from .device import DEVICE_TO_DEVICE, EndsSetter
 from .flat_inputs import FlatInputs
 from .flat_outputs import FlatOutputs
 from .recording import Recording
+from .segments import is_raised_by_break
 
 Replay = Callable[[Sequence[Any]], Sequence[Any] | None]
 """Gives a call's outputs from its inputs; the caller does not hold the pool, and no capture is under way.
@@ -144,7 +145,14 @@ def _replay_of(
                         if error := set_ends(target, source, num_bytes, DEVICE_TO_DEVICE):
                             raise pool.device.refusal(error, SETTING_ENDS)
                         last_targets[index] = target
-            launch()
+            try:
+                launch()
+            except BaseException as error:
+                # What was written before a marked function raised stays written. Before the first graph ran, the
+                # buffers may hold another call's inputs.
+                if copy_back is not None and (copies_in is None or is_raised_by_break(error)):
+                    copy_back(args, own_storages)
+                raise
             del held
             if copy_back is not None:
                 copy_back(args, own_storages)

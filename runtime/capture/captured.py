@@ -131,9 +131,11 @@ class CapturedCallable:
         with self.pool.exclusive("replay"):
             self.pool.order_after_last_use()
             self._inputs.copy_in(values, real, padded)
-            recording.run()
-            if self._inputs.written:
-                self._inputs.copy_back(values, real, padded, self._ours_to_keep(recording, values))
+            try:
+                recording.run()
+            finally:  # A marked function may raise: what was written before it stays written.
+                if self._inputs.written:
+                    self._inputs.copy_back(values, real, padded, self._ours_to_keep(recording, values))
             return self._cut.apply(recording.outputs, real, padded, copy=self._copy_outputs)
 
     def _ours_to_keep(self, recording: Recording, values: Sequence[Any]) -> frozenset[int]:

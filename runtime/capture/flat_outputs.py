@@ -32,6 +32,8 @@ class FlatOutputs:
         owns: Tells of fresh memory: that of the pool that was captured on.
         is_copied: Whether calls get copies; else views of graph memory, which this object then owns.
         padding: How calls were padded, if they were.
+        are_detached: For each output, whether the call had it without a gradient, though it is a view of an input
+            that requires one; none if not given. Buffers, which stand for the inputs here, never require one.
 
     Attributes:
         own_storages: Of the graph memory that calls get.
@@ -48,6 +50,7 @@ class FlatOutputs:
         *,
         is_copied: bool,
         padding: CallPadding | None = None,
+        are_detached: Sequence[bool] = (),
     ) -> None:
         self._padding = padding
         self._memories: list[_SharedMemory] = []
@@ -60,7 +63,9 @@ class FlatOutputs:
                 steps[index] = _constant(output)
             elif storage in aliases:
                 self._refuse_padded_view(output, inputs, aliases[storage])
-                steps[index] = _of_input(output, inputs, aliases[storage])
+                step = _of_input(output, inputs, aliases[storage])
+                is_detached = bool(are_detached) and are_detached[index]
+                steps[index] = _detached(step) if is_detached else step
             elif storage and not owns(output):
                 steps[index] = _constant(output)  # Memory of the forward's own, such as a constant.
             elif is_copied:
@@ -100,6 +105,23 @@ class FlatOutputs:
             index: _in_memory(tensor, number, tensor.data_ptr() - start)
             for index, tensor in zip(members, tensors, strict=True)
         }
+
+
+def detached_outputs(args: Sequence[Any], outputs: Sequence[Any]) -> list[bool]:
+    """Tells which outputs of a call share memory with an input that requires a gradient, and require none."""
+    memories = {
+        one.untyped_storage().data_ptr()
+        for one in args
+        if isinstance(one, torch.Tensor) and one.requires_grad and one.layout is torch.strided
+    } - {0}
+    return [
+        bool(memories)
+        and isinstance(one, torch.Tensor)
+        and not one.requires_grad
+        and one.layout is torch.strided
+        and one.untyped_storage().data_ptr() in memories
+        for one in outputs
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +193,19 @@ def _of_input(output: torch.Tensor, inputs: Sequence[Any], index: int) -> _Step:
     shape, stride, (is_conj, is_neg) = output.shape, output.stride(), lazy_bits(output)
     shift_bytes = address_of(output) - address_of(inputs[index])
     if output.dtype != inputs[index].dtype:
-        build = _tensor_maker(output)
+        as_type, size = _as_type(inputs[index].dtype, output.dtype), output.element_size()
+        per_element = max(1, size // inputs[index].element_size())
 
         def other_type(args: Sequence[Any], recorded: Any, memories: Any) -> torch.Tensor:
-            storage = args[index].untyped_storage()
-            return build(storage, address_of(args[index]) + shift_bytes - storage.data_ptr())
+            value = args[index]
+            memory = value.untyped_storage()
+            num_elements = memory.nbytes() // value.element_size() // per_element * per_element
+            # Through views, so that it is one: a tensor of inference mode only where eager's is.
+            whole = as_type(value.as_strided((num_elements,), (1,), 0))
+            found = whole.as_strided(
+                shape, stride, (address_of(value) + shift_bytes - memory.data_ptr()) // size
+            )
+            return torch_private.with_lazy_bits(found, is_conj, is_neg)
 
         return other_type
     shift = shift_bytes // output.element_size()
@@ -185,6 +215,19 @@ def _of_input(output: torch.Tensor, inputs: Sequence[Any], index: int) -> _Step:
         return torch_private.with_lazy_bits(found, is_conj, is_neg)
 
     return view
+
+
+def _as_type(dtype: torch.dtype, other: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what views a flat tensor of the first type as one of the second, as code in Python would."""
+    if dtype.is_complex and not other.is_complex and dtype.to_real() is other:
+        return torch.view_as_real
+    if other.is_complex and not dtype.is_complex and other.to_real() is dtype:
+        return lambda flat: torch.view_as_complex(flat.unflatten(0, (-1, 2)))
+    return lambda flat: flat.view(other)
+
+
+def _detached(step: _Step) -> _Step:
+    return lambda args, recorded, memories: step(args, recorded, memories).detach()
 
 
 def _tensor_maker(like: torch.Tensor) -> Callable[[torch.UntypedStorage, int], torch.Tensor]:

@@ -30,7 +30,7 @@ from .captured import ALIASED_INPUTS, SIZE_OVER_LARGEST
 from .device import GraphPool
 from .devices import graph_device_for
 from .flat_inputs import FlatInputs, InputFacts, key_maker, share_memory
-from .flat_outputs import FlatOutputs
+from .flat_outputs import FlatOutputs, detached_outputs
 from .session import CaptureMode, CaptureSession, is_session_open
 from .sizes import padded_size
 
@@ -286,7 +286,7 @@ class OnCallCapture:
                     pool, self._forward, self._facts, args, padding=self._padding, size=size
                 )
             try:
-                captured = self._record(pool, args, padded)
+                captured = self._record(pool, args, padded, outputs)
             except Exception as error:  # noqa: BLE001 - the call itself went well, and its effects are applied
                 self._note_failure(key, error)
             else:
@@ -323,7 +323,13 @@ class OnCallCapture:
                 self._drop(surplus)
             self._by_key[key] = (captured, *self._by_key.get(key, ()))
 
-    def _record(self, pool: GraphPool, args: tuple[Any, ...], padded: FlatInputs | None) -> CapturedCall:
+    def _record(
+        self,
+        pool: GraphPool,
+        args: tuple[Any, ...],
+        padded: FlatInputs | None,
+        outputs_of_call: Sequence[Any],
+    ) -> CapturedCall:
         """Records the forward at the shape of a call, or on buffers that there are; nothing is executed."""
         inputs = FlatInputs(self._facts, args) if padded is None else padded
         session = CaptureSession(
@@ -348,6 +354,7 @@ class OnCallCapture:
                 pool.owns,
                 is_copied=self._is_copied,
                 padding=None if padded is None else self._padding,
+                are_detached=detached_outputs(args, outputs_of_call),
             )
             session.set_outputs(outputs)
             if pool.edits_graphs and plan.are_clones and all(output.numel() for output in outputs):

@@ -225,4 +225,14 @@ class EagerSegment:
         return self.arguments.bind(self.autocast.around(self.mark.fn), self.outputs.receiver())
 
 
+def is_raised_by_break(error: BaseException) -> bool:
+    """Tells whether an error that a replay raised came out of a marked call, so after the first graph was launched."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_globals is globals():
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 Segment = GraphSegment | EagerSegment

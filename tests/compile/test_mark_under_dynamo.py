@@ -417,3 +417,20 @@ def test_handles_die_with_their_objects() -> None:
 
 def test_run_eager_is_traced_through() -> None:
     assert_traced_like_eager(lambda x: total.run_eager(x, x), X, num_marks=0)
+
+
+@pytest.mark.parametrize("of_shape", [lambda x: x.shape, lambda x: x.shape[0], lambda x: x.numel()])
+def test_size_among_the_results_is_refused_where_sizes_vary(of_shape: Callable[[torch.Tensor], Any]) -> None:
+    """Eager returns an integer there, and the error spoke of a SymInt, which no code of the user's has."""
+
+    @eager_on_graph
+    def with_size(x: torch.Tensor) -> Any:
+        return x * 2, of_shape(x)
+
+    def forward(x: torch.Tensor) -> Any:
+        return with_size(x + 1)
+
+    options = {"piece_compiler": "fx"}
+    compiled = torch.compile(forward, backend="sgl_piecewise", dynamic=True, options=options)
+    with pytest.raises(CompileError, match=r"follows from a size .* outside the marked function"):
+        compiled(torch.randn(3, 4))

@@ -7,13 +7,14 @@ import gc
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from sgl_piecewise import capture, compile_layers_once
+from sgl_piecewise import capture, compile_layers_once, eager_on_graph
 from sgl_piecewise.runtime.torch_private_entries import CompiledEntry
 
 from .support import drop_in, failures, total
@@ -188,6 +189,138 @@ def test_an_object_that_layers_are_given_is_looked_into_and_not_held() -> None:
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
     gc.collect()
     assert old() is None
+
+
+class Numbered(nn.Module):
+    """A layer with a number of its own, which a marked function and captured code read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + doubled(self.inner(x)) * self.number
+
+
+@eager_on_graph
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_number_in_which_layers_differ_is_looked_at() -> None:
+    """One trace serves all of them with the number as an input, which no guard compares: a replay kept the old one."""
+    torch.manual_seed(0)
+    model = Stack()
+    model.layers = nn.ModuleList(Numbered(number) for number in range(2, 6))
+    compiled = drop_in(compile_layers_once(model))
+    for number in (7, 8):
+        model.layers[1].number = number
+        before = total("num_replays")
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+        assert total("num_replays") > before
+
+
+class Settings:
+    """What layers are given, with all kinds of things that they read and that may change."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.count = 2
+        self.is_shifted = False
+        self.extra: torch.Tensor | None = None
+        self.listed = [1]
+
+
+class Obeying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+        y = self.inner(x) * settings.factor * settings.count + len(settings.listed)
+        y = y if settings.extra is None else y + settings.extra
+        return y + 1 if settings.is_shifted else y
+
+
+SETTINGS: dict[str, Callable[[Settings], Any]] = {
+    "float": lambda settings: setattr(settings, "factor", 2.5),
+    "integer": lambda settings: setattr(settings, "count", 5),
+    "flag": lambda settings: setattr(settings, "is_shifted", True),
+    "tensor where there was none": lambda settings: setattr(settings, "extra", fixed(4)),
+    "length of a list": lambda settings: settings.listed.append(1),
+}
+
+
+@pytest.mark.parametrize("change", SETTINGS)
+def test_what_an_object_says_that_layers_are_given_is_looked_at(change: str) -> None:
+    """Guards on arguments were left out as a whole, since tensors among them are others at every call."""
+    torch.manual_seed(0)
+    model = ReadingStack()
+    model.layers = nn.ModuleList(Obeying() for _ in range(3))
+    model.store = Settings()
+    compiled = drop_in(compile_layers_once(model))
+    for is_changed in (False, True):
+        if is_changed:
+            SETTINGS[change](model.store)
+        before = total("num_replays")
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+        assert total("num_replays") > before
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *args: Any, mask: Any = None) -> torch.Tensor:
+        y = self.inner(x)
+        for part in (args, mask):
+            for leaf in pytree.tree_leaves(part):
+                y = y if leaf is None else y + leaf
+        return y
+
+
+ARGUMENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[Any, dict[str, Any]]]] = {
+    "by name": lambda x, y: ((), {"mask": y}),
+    "one tensor twice": lambda x, y: ((y, [y, x]), {}),
+    "named tuple": lambda x, y: ((Pair(x, y),), {"mask": Pair(y, y)}),
+    "dict": lambda x, y: (({"a": y, "b": 2.0},), {"mask": {1: x}}),
+}
+
+
+@pytest.mark.parametrize("form", ARGUMENTS)
+def test_tensors_that_are_others_at_every_call_are_not_taken_for_changes(form: str) -> None:
+    """A tensor given twice, or in a named tuple, was: every call recorded anew, and nothing replayed."""
+
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Adding() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            args, kwargs = ARGUMENTS[form](x, y)
+            for layer in self.layers:
+                x = layer(x, *args, **kwargs)
+            return x
+
+    torch.manual_seed(0)
+    model = Calling()
+    compiled = drop_in(compile_layers_once(model))
+    for _ in range(5):
+        x, y = torch.randn(2, 4), torch.randn(2, 4)
+        torch.testing.assert_close(compiled(x, y), model(x, y), rtol=0, atol=0)
+    assert total("num_captures") == 1
+    assert total("num_replays") == 3
 
 
 def test_layers_that_are_equal_but_for_a_hook_do_not_share_a_trace() -> None:
