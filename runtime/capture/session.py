@@ -206,7 +206,7 @@ class CaptureSession:
         watch = ContainerWatch(args, kwargs)
         autocast = AutocastState.now(self.pool.device.torch_device.type)
         stand_in, body = self._body_for(mark, where)
-        with use_capture(None):
+        with use_capture(None), _stand_in_told(stand_in, mark, where):
             placed = place_result(
                 body(*args, **kwargs),
                 mark_name=mark.name,
@@ -317,6 +317,17 @@ def _counted_as_open() -> Iterator[None]:
 def is_session_open() -> bool:
     """Tells whether this thread is inside a capture, in the body of a break or not."""
     return _OPEN.count > 0
+
+
+@contextlib.contextmanager
+def _stand_in_told(stand_in: str | None, mark: MarkedFunction, where: str) -> Iterator[None]:
+    """Adds to an error of the block what ran in place of a marked function's body, if something did."""
+    try:
+        yield
+    except Exception as error:
+        if stand_in is not None:
+            error.add_note(f"Break {mark.name!r} ({where}): its {stand_in} ran here in place of the body.")
+        raise
 
 
 def refuse_nested_capture() -> None:

@@ -114,6 +114,17 @@ def test_a_stand_in_that_lies_is_named_and_the_body_is_not_blamed(
         captured(ramp(graph_device, 4))
 
 
+@pytest.mark.parametrize("name", ["fake", "capture_stub"])
+def test_a_stand_in_that_raises_is_named(graph_device: GraphDevice, name: str) -> None:
+    """Its arguments are the body's; one that takes others raised an error that told of neither mark nor stand-in."""
+    mark = eager_on_graph(**{name: lambda: 3})(lambda t: t * 2)
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        capture(lambda t: mark(t + 1) - 1, (ramp(graph_device, 4),), device=graph_device)
+    assert caught.value.__notes__ == [
+        f"Break {mark.name!r} (fixed, break 0): its {name} ran here in place of the body."
+    ]
+
+
 def test_replay_works_again_after_a_mismatch(graph_device: GraphDevice) -> None:
     rows = {"count": 4}
 
