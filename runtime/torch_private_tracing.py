@@ -7,7 +7,6 @@ it relies on, and knows nothing of the rest of the library; tried on 2.11 and 2.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,7 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.output_graph import LazyProxy
-from torch._dynamo.source import (
-    AttrSource,
-    ChainedSource,
-    GlobalSource,
-    TensorPropertySource,
-    WeakRefCallSource,
-)
+from torch._dynamo.source import AttrSource, ChainedSource, GlobalSource, WeakRefCallSource
 from torch._dynamo.utils import preserve_rng_state
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import GraphArg, VariableBuilder, wrap_fx_proxy
@@ -35,7 +28,6 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable, SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -71,7 +63,7 @@ def failures_told(tell: Callable[[str], str]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _CallSource(ChainedSource):
+class CallSource(ChainedSource):
     """A graph input that is a function of something the frame can load; nothing guards on it.
 
     Compiled code calls the function (found by module and name) before it runs its graph.
@@ -124,7 +116,7 @@ def trace_calls_with(function: Any, handler: Callable[..., Any]) -> None:
 
 def node_argument(tx: Any, value: Any, source: Any, function: Callable[[Any], torch.Tensor]) -> Any:
     """Returns the proxy of a graph input ``function(object)``, one per source; ``function`` must be global."""
-    call = _CallSource(source, function.__module__, function.__name__)
+    call = CallSource(source, function.__module__, function.__name__)
     tracer = tx.output.root_tracer
     for proxy in tracer.input_name_to_proxy.values():
         argument = proxy.node.meta.get("grapharg")
@@ -251,9 +243,14 @@ def source_of(variable: Any) -> Any:
     return source.base if isinstance(source, WeakRefCallSource) else source
 
 
+def source_name(source: Any) -> str:
+    """Returns a source as Dynamo writes it in guards, which is Python: ``L['x'].ids``."""
+    return str(source.name() if callable(source.name) else source.name)  # Older versions have a method.
+
+
 def _value_at(tx: Any, source: Any) -> Any:
-    """Returns what lies at a source when the traced function begins; relies on a source's name being Python."""
-    name = source.name() if callable(source.name) else source.name  # Older versions have a method.
+    """Returns what lies at a source when the traced function begins."""
+    name = source_name(source)
     try:
         return eval(name, {"L": tx.output.local_scope, "G": tx.output.global_scope})
     except (AttributeError, LookupError, NameError, SyntaxError, TypeError) as err:
@@ -355,64 +352,3 @@ def proxy_of_symbol(tx: Any, symbol: Any) -> Any:
 def traced_nodes(tx: Any) -> list[Any]:
     """Returns the nodes of the graph in the making."""
     return list(tx.output.graph.nodes)
-
-
-# Compiling: what a backend is told -----------------------------------------------------------------
-
-
-def is_handle_input(node: Any) -> bool:
-    """Tells whether a graph input is a handle that `node_argument` made."""
-    argument = node.meta.get("grapharg")
-    return argument is not None and isinstance(argument.source, _CallSource)
-
-
-MODULE_PART = "._modules["
-"""What stands in the path of something that belongs to a module."""
-
-
-def argument_path(node: Any) -> str | None:
-    """Names the argument of the traced function that a graph input is, as in ``x``, ``batch.ids`` or ``kwargs['x']``.
-
-    None for what is no argument, and no part of one.
-    """
-    argument = node.meta.get("grapharg")
-    if argument is None or isinstance(argument.source, _CallSource):
-        return None
-    name = argument.source.name
-    found = re.fullmatch(r"L\['(\w+)'\](.*)", str(name() if callable(name) else name))
-    return None if found is None else "".join(found.groups())
-
-
-def number_of_caller(node: Any) -> str | None:
-    """Names the Python number that a graph input is, which Dynamo hands over as a host tensor; None for others."""
-    argument = node.meta.get("grapharg")
-    if argument is None or not argument.pass_arg_as_tensor:
-        return None
-    return argument_path(node) or str(node.target)
-
-
-def is_tensor_size(node: Any) -> bool:
-    """Tells whether a graph input is the size of another: no number that somebody passes."""
-    argument = node.meta.get("grapharg")
-    return argument is not None and isinstance(argument.source, TensorPropertySource)
-
-
-def forget_traced_inputs(graph: Any) -> None:
-    """Lets go of the real values that a graph was traced with: handles would live as long as compiled code."""
-    for node in graph.nodes:
-        node.meta.pop("grapharg", None)
-
-
-def is_static_input(node: Any) -> bool:
-    """Tells whether Dynamo takes a graph input for a tensor that stays where it is.
-
-    Those are parameters, buffers and other tensors that a module holds, and what was given to
-    ``torch._dynamo.mark_static_address``.
-    """
-    return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
-
-
-def compile_name() -> str:
-    """Returns which compile of the process is in progress, as PyTorch's own reports name it."""
-    found = CompileContext.current_compile_id()
-    return "?" if found is None else str(found)
