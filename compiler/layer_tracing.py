@@ -24,7 +24,8 @@ from sgl_piecewise.runtime.errors import MarkResultError
 from sgl_piecewise.runtime.mark import MarkedFunction, use_capture
 from sgl_piecewise.runtime.mark_call_site import CallSite, ResultLeaf, call_site
 from sgl_piecewise.runtime.mark_operator import is_marked_call
-from sgl_piecewise.runtime.mark_tracing import Results, TracedCall, emit_call
+from sgl_piecewise.runtime.mark_results import Results
+from sgl_piecewise.runtime.mark_tracing import TracedCall, emit_call
 from sgl_piecewise.runtime.torch_private_entries import without_dynamic_marks
 
 from .layer_runner import current_layer_runner

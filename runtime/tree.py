@@ -125,6 +125,11 @@ def _rebuild(node: Spec, children: list[Any]) -> Any:
     return kind(children)
 
 
+def is_named_tuple(kind: type) -> bool:
+    """Tells whether a type is a named tuple, which is made from its fields and not from one iterable."""
+    return named_tuple_maker(kind) is not None
+
+
 def named_tuple_maker(kind: type) -> Callable[[Iterable[Any]], Any] | None:
     """Returns what makes a named tuple of this type from its items; None for other types."""
     make: Callable[[Iterable[Any]], Any] | None = getattr(kind, "_make", None)

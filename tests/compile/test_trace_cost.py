@@ -22,7 +22,7 @@ from sgl_piecewise.passes.run_on_fakes import run_on_fakes
 from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.passes.validate import FINDINGS
 from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
-from sgl_piecewise.runtime.mark_tracing import Results
+from sgl_piecewise.runtime.mark_results import Results
 from sgl_piecewise.runtime.torch_private_entries import one_compile_for_all_sizes
 from sgl_piecewise.runtime.torch_private_trace_cost import plain_traces
 
