@@ -18,7 +18,7 @@ from sgl_piecewise.passes.dump import new_dump_folder
 from sgl_piecewise.passes.pipeline import pipeline, run_passes
 from sgl_piecewise.passes.split_at_marks import pieces_of
 from sgl_piecewise.passes.validate import FINDINGS
-from sgl_piecewise.runtime import torch_private_compiling, torch_private_entries
+from sgl_piecewise.runtime import torch_private_entries, torch_private_graph_inputs
 from sgl_piecewise.runtime.build_profile import SPLIT_SPAN
 from sgl_piecewise.runtime.errors import ConfigError
 from sgl_piecewise.runtime.garbage import collection_paused
@@ -129,7 +129,7 @@ def compile_graph(
             forward, runner = with_layer_runner(forward, partial(compile_graph, options=options))
         if drop_in is not None:
             forward = drop_in.wrap(forward, split, runner)
-        torch_private_compiling.forget_traced_inputs(split.graph)
+        torch_private_graph_inputs.forget_traced_inputs(split.graph)
         return refusing_autograd(forward, example_inputs, held)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private_compiling, torch_private_sizes
+from sgl_piecewise.runtime import torch_private_compiling, torch_private_graph_inputs, torch_private_sizes
 from sgl_piecewise.runtime.capture.call_policy import CallPolicy
 from sgl_piecewise.runtime.capture.flat_inputs import InputFacts
 from sgl_piecewise.runtime.capture.on_call import OnCallCapture
@@ -102,11 +102,11 @@ def input_facts(split: GraphModule, devices: Sequence[torch.device]) -> InputFac
     for index, node in enumerate(inputs):
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor):
-            if torch_private_compiling.is_handle_input(node):
+            if torch_private_graph_inputs.is_handle_input(node):
                 static.append(index)
             elif device.type != "cpu" and value.device.type == "cpu" and not value.dim():
                 keyed.append(index)
-            elif torch_private_compiling.is_static_input(node):
+            elif torch_private_graph_inputs.is_static_input(node):
                 static.append(index)
             elif value.device.type != device.type:
                 refusal = HOST_INPUT
@@ -145,7 +145,7 @@ def _devices(split: GraphModule) -> list[torch.device]:
     found: dict[torch.device, None] = {}
     for node in _nodes(split):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and not torch_private_compiling.is_handle_input(node):
+        if isinstance(value, torch.Tensor) and not torch_private_graph_inputs.is_handle_input(node):
             found[value.device] = None
     return list(found)
 

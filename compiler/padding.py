@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private_compiling, torch_private_sizes
+from sgl_piecewise.runtime import torch_private_graph_inputs, torch_private_sizes
 from sgl_piecewise.runtime.capture.call_padding import (
     EXPANDED,
     NAMED_DIFFER,
@@ -127,7 +127,7 @@ def _padding_of(
         index
         for index in facts.keyed
         if torch_private_sizes.symbol_of(_example(inputs[index])) == symbol
-        and torch_private_compiling.is_tensor_size(inputs[index])
+        and torch_private_graph_inputs.is_tensor_size(inputs[index])
     ]
     _refuse_followers(inputs, facts, symbol, dims, numbers)
     pad_values = {}
@@ -165,8 +165,8 @@ def _named_inputs(
     names: dict[int, str] = {}
     paths: list[str] = []
     for index in facts.copied:
-        path = torch_private_compiling.argument_path(inputs[index])
-        if path is None or torch_private_compiling.MODULE_PART in path:
+        path = torch_private_graph_inputs.argument_path(inputs[index])
+        if path is None or torch_private_graph_inputs.MODULE_PART in path:
             continue
         paths.append(path)
         keyword = re.fullmatch(r"\w+\['(\w+)'\]", path)

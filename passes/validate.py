@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sgl_piecewise.runtime import torch_private, torch_private_compiling, tree
+from sgl_piecewise.runtime import torch_private, torch_private_compiling, torch_private_graph_inputs, tree
 from sgl_piecewise.runtime.capture.emulated.rules import CaptureRefusal, refusal_of
 from sgl_piecewise.runtime.capture.user_code import UserLine, traced_user_line
 from sgl_piecewise.runtime.errors import CaptureForbiddenError
@@ -95,7 +95,7 @@ def validate(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
             name = str(node.target)
             if name in pieces and name not in checked:
                 checked.add(name)
-                numbers = [torch_private_compiling.number_of_caller(used) for used in _inputs_of(node)]
+                numbers = [torch_private_graph_inputs.number_of_caller(used) for used in _inputs_of(node)]
                 _check(pieces[name], _examples(node), name, found, numbers)
         elif node.op in ("call_function", "call_method") and not _is_plumbing(node):
             _check(_alone(gm, node), _examples(node), None, found)
