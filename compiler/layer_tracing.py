@@ -111,8 +111,6 @@ class _FakeMarks:
 _Plan = tuple[tree.Spec, list[ResultLeaf]]
 # By the symbols of a trace: the result of a call, by the layer's structure and what it is called with.
 _PLANS: weakref.WeakKeyDictionary[Any, dict[Any, _Plan]] = weakref.WeakKeyDictionary()
-
-
 # By the symbols of a trace: names and reasons of layers that are no nodes in it.
 _TOLD: weakref.WeakKeyDictionary[Any, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 

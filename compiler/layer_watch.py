@@ -67,8 +67,9 @@ class _RecordedTrace:
         self._stand_ins = _StandIns(arguments)
         known = {**values, **self._stand_ins.objects()}
         self._read, self._read_numbers = entry.tensor_reader(known), entry.number_reader(known)
-        self._numbers: list[int] = self._read_numbers({**values, **arguments})
-        self._addresses: list[int | None] = [one.data_ptr() for one in self._read({**values, **arguments})]
+        recorded = {**values, **arguments}
+        self._numbers: list[int] = self._read_numbers(recorded)
+        self._addresses: list[int | None] = [one.data_ptr() for one in self._read(recorded)]
         self._places = list(range(len(self._addresses)))
         self._lie_at = torch_private.address_check()
 

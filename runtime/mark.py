@@ -123,10 +123,7 @@ class MarkedFunction:
             from .mark_tracing import trace_marked_call
 
             return trace_marked_call(self, args, kwargs)
-        capture = _ACTIVE.get()
-        if capture is None:
-            return self.fn(*args, **kwargs)
-        return capture.call_marked(self, args, kwargs)
+        return self.call_untraced(*args, **kwargs)
 
     def call_untraced(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as code does that no compiler is reading, whatever Dynamo thinks."""

@@ -21,6 +21,7 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from .torch_private_settings import settings
+from .torch_private_tracing import source_name
 
 # Dynamo gives up beyond its limit of compiles for one function; who asks for none counts compiles.
 _NO_LIMIT = 1 << 30
@@ -224,9 +225,8 @@ def python_effects() -> list[str]:
     for variable in effects.id_to_variable.values():
         if effects.is_modified(variable) and variable.source is not None:
             names = effects.store_attr_mutations.get(variable, {})
-            source = variable.source.name
-            source = source() if callable(source) else source  # Older versions have a method.
-            found += [f"{source}.{name}" for name in names] or [str(source)]
+            source = source_name(variable.source)
+            found += [f"{source}.{name}" for name in names] or [source]
     return found
 
 
@@ -248,8 +248,7 @@ def _sources(graph: torch.fx.Graph, kind: Any) -> list[str]:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     chosen = [node for node in inputs if isinstance(node.meta.get("example_value"), kind)]
     arguments = [node.meta.get("grapharg") for node in chosen]
-    sources = [one.source.name for one in arguments if one is not None and not one.pass_arg_as_tensor]
-    return [source() if callable(source) else source for source in sources]  # Older versions have a method.
+    return [source_name(one.source) for one in arguments if one is not None and not one.pass_arg_as_tensor]
 
 
 def failure_inside_backend(error: Exception) -> Exception:

@@ -86,13 +86,14 @@ class BreakOutputs:
         spec: tree.Spec,
         leaves: list[LeafPlan],
         shared: list[SharedMemory],
+        stand_in: str | None = None,
     ) -> None:
         self.mark_name = mark_name
         self.where = where
         self.spec = spec
         self.leaves = leaves
         self.shared = shared
-        self.stand_in: str | None = None
+        self.stand_in = stand_in
         self._in_shared = frozenset(index for memory in shared for index, _ in memory.members)
         self._copies: dict[int, SettableCopy] = {}
 
@@ -236,18 +237,14 @@ class BreakOutputs:
         return bytes_of(first, origin, memory.target.numel())
 
     def _mismatch(self, what: str) -> BreakMismatchError:
-        cause, cure = (
-            "",
-            "Make the result's structure and shapes depend on the capture size only, or capture again.",
-        )
+        cause, cure = "", "Make"
         if self.stand_in is not None:
             cause = f", where its {self.stand_in} ran in its place"
-            cure = (
-                f"Make {self.stand_in} return what the body returns; if it does, {cure[0].lower()}{cure[1:]}"
-            )
+            cure = f"Make {self.stand_in} return what the body returns; if it does, make"
         return BreakMismatchError(
             f"Break {self.mark_name!r} ({self.where}) returned something else than at capture{cause}: {what}. "
-            f"The graph after it cannot take this; nothing was copied. {cure}"
+            f"The graph after it cannot take this; nothing was copied. "
+            f"{cure} the result's structure and shapes depend on the capture size only, or capture again."
         )
 
 

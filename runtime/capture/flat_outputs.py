@@ -6,7 +6,7 @@ follows a list made once. Fresh outputs that share memory with each other share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ class FlatOutputs:
         owns: Tells of fresh memory: that of the pool that was captured on.
         is_copied: Whether calls get copies; else views of graph memory, which this object then owns.
         padding: How calls were padded, if they were.
-        are_detached: For each output, whether the call had it without a gradient, though it is a view of an input
-            that requires one; none if not given. Buffers, which stand for the inputs here, never require one.
+        detached: Places of outputs that require no gradient though they are views of inputs that do, from
+            `detached_outputs`: buffers, which stand for the inputs here, never require one.
 
     Attributes:
         own_storages: Of the graph memory that calls get.
@@ -50,7 +50,7 @@ class FlatOutputs:
         *,
         is_copied: bool,
         padding: CallPadding | None = None,
-        are_detached: Sequence[bool] = (),
+        detached: Collection[int] = (),
     ) -> None:
         self._padding = padding
         self._memories: list[_SharedMemory] = []
@@ -64,8 +64,7 @@ class FlatOutputs:
             elif storage in aliases:
                 self._refuse_padded_view(output, inputs, aliases[storage])
                 step = _of_input(output, inputs, aliases[storage])
-                is_detached = bool(are_detached) and are_detached[index]
-                steps[index] = _detached(step) if is_detached else step
+                steps[index] = _detached(step) if index in detached else step
             elif storage and not owns(output):
                 steps[index] = _constant(output)  # Memory of the forward's own, such as a constant.
             elif is_copied:
@@ -107,21 +106,21 @@ class FlatOutputs:
         }
 
 
-def detached_outputs(args: Sequence[Any], outputs: Sequence[Any]) -> list[bool]:
-    """Tells which outputs of a call share memory with an input that requires a gradient, and require none."""
+def detached_outputs(args: Sequence[Any], outputs: Sequence[Any]) -> frozenset[int]:
+    """Finds the outputs of a call that share memory with an input that requires a gradient, and require none."""
     memories = {
         one.untyped_storage().data_ptr()
         for one in args
         if isinstance(one, torch.Tensor) and one.requires_grad and one.layout is torch.strided
     } - {0}
-    return [
-        bool(memories)
-        and isinstance(one, torch.Tensor)
+    return frozenset(
+        index
+        for index, one in enumerate(outputs if memories else ())
+        if isinstance(one, torch.Tensor)
         and not one.requires_grad
         and one.layout is torch.strided
         and one.untyped_storage().data_ptr() in memories
-        for one in outputs
-    ]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -354,7 +354,7 @@ class OnCallCapture:
                 pool.owns,
                 is_copied=self._is_copied,
                 padding=None if padded is None else self._padding,
-                are_detached=detached_outputs(args, outputs_of_call),
+                detached=detached_outputs(args, outputs_of_call),
             )
             session.set_outputs(outputs)
             if pool.edits_graphs and plan.are_clones and all(output.numel() for output in outputs):

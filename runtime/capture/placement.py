@@ -72,6 +72,7 @@ def place_result(
     statics: StaticTensors,
     device: torch.device,
     is_launched: bool,
+    stand_in: str | None,
 ) -> PlacedResult:
     """Gives a break's result its boundary memory.
 
@@ -89,6 +90,7 @@ def place_result(
         statics: Registered static tensors.
         device: Device of the capture.
         is_launched: Whether the next graph will be launched while capturing, and so needs the result.
+        stand_in: As of `BreakOutputs`, for its errors.
 
     Raises:
         CaptureError: A leaf is of a kind that captured code cannot use.
@@ -130,7 +132,7 @@ def place_result(
             )
             shared.append(SharedMemory(members=members, target=torch_private.alias_without_owning(memory)))
     done = [plan for plan in plans if plan is not None]
-    outputs = BreakOutputs(mark_name, where, spec, done, shared)
+    outputs = BreakOutputs(mark_name, where, spec, done, shared, stand_in)
     return PlacedResult(result=tree.unflatten(spec, placed), outputs=outputs, copied=copied, staged=staged)
 
 

@@ -216,8 +216,8 @@ class CaptureSession:
                 statics=self.statics,
                 device=self.pool.device.torch_device,
                 is_launched=self.is_launching,
+                stand_in=stand_in,
             )
-        placed.outputs.stand_in = stand_in
         watch.check(mark.name, where)
         self._segments.append(
             EagerSegment(mark=mark, arguments=frozen, outputs=placed.outputs, autocast=autocast)
